@@ -1,7 +1,8 @@
 """Groups of trajectories from prompts: calls the generator and starts to compute the rewards of what
 it returns.
 
-Stages get trajectories only through `collect`. They also set the generator's value head and read the
+Every new trajectory comes from `collect`; those of earlier runs and of checkpoints are read
+(rl/stages/sampling). Stages also set the generator's value head and read the
 size of its weights. Scores are numbers for completions, from reward functions and reward models. P
 prompts, G completions of each.
 """

@@ -237,7 +237,7 @@ class Stage(StageKind):
         return self._train(data, n)
 
     def _take(self, data: StepData) -> None:
-        """Takes the groups of the step. Their rewards are computed at the same time."""
+        """Takes the groups of the step. Their rewards may still be computed."""
         context = self.context
         if self.sampled_values and context.generator.options.record_values:
             from policy.modes import VALUE_HEAD
@@ -245,10 +245,20 @@ class Stage(StageKind):
             context.generator.set_value_head(data.state.critic.params[VALUE_HEAD])
         weights = context.resharded() if self.generates else contextlib.nullcontext({})
         with weights as metrics, context.timeline.span("sampling"):
-            data.rollouts = self.producer.take(self.options.prompts_per_step)
+            data.rollouts = self._next_groups(self.options.prompts_per_step)
             data.metrics |= data.rollouts.metrics
             inputs.provide(self, data, inputs.SAMPLING)
         data.metrics |= metrics
+
+    def _next_groups(self, count: int) -> Rollouts:
+        """Returns the groups of the step. Raises ValueError for another number of groups."""
+        taken = self.producer.take(count)
+        if len(taken.groups) != count:
+            raise ValueError(
+                f"{type(self.producer).__name__}.take returned {len(taken.groups)} groups, and the "
+                f"step has {count} (prompts_per_step)"
+            )
+        return taken
 
     def _train(self, data: StepData, n: int) -> tuple[RunState, dict[str, float]]:
         """Makes `updates_per_step` updates, each on complete groups, and writes the samples.
@@ -259,7 +269,8 @@ class Stage(StageKind):
         self._add_inputs(data)
         self._add_advantages(data)
         state, updated = self._update(data, n)
-        # else the mean says nothing; `log_probabilities` has checked the tokens that are not stale
+        # With stale tokens the mean includes changes of the policy; `log_probabilities` has then
+        # checked the others.
         if not data.stale:
             check_difference(self.options.max_logp_diff, updated.get("sampler/logp_diff_mean"))
         state = self._renew_reference(state, n)

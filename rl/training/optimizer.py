@@ -66,9 +66,9 @@ def at_update(state: Any, update: jax.Array) -> Any:
 class WeightAxes:
     """What the rules of optimizers know of weights, by path.
 
-    names: logical axes of each weight. inputs: dimensions that the products of a weight sum over
-    (`Graph.inputs`); a weight without products, such as a norm or an embedding, has none. layout:
-    the mesh and its rules.
+    names: logical axes of each weight. inputs: dimensions that the products of a weight sum over, of
+    the weights that `Graph.inputs` has: those that may be quantised, so no norm, embedding, output
+    head, router or tower. layout: the mesh and its rules.
 
     A matrix of a weight is what a product sums over times what it gives, with heads joined. Layers,
     experts, and groups of heads with inputs of their own are separate matrices.
@@ -181,7 +181,7 @@ class Muon(NamedTuple):
 
 def _muon(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
     """Muon (https://kellerjordan.github.io/posts/muon): the momentum M of a matrix, made nearly
-    orthogonal, times a scale; Adam for all weights that products do not multiply.
+    orthogonal, times a scale; Adam for all weights that `Graph.inputs` lacks (docs/optimizers.md).
 
     M <- b M + (1 - b) G, for gradients G and b = momentum. With `nesterov`, b M + (1 - b) G takes
     the place of M. The scale is 0.2 sqrt(max(d_in, d_out)), which gives a change the root mean

@@ -122,8 +122,8 @@ class Trainer(BatchUpdates):
           state: parts of a RunState besides the policy: "reference", "critic".
           temperature: logits are divided by it before log-probabilities are taken.
           returns_tokens: whether an update of the policy can report log-probability and entropy of
-          each token. teacher: the model, or its numbers in the batch, that an update compares the
-          policy with.
+          each token.
+          teacher: the model, or its numbers in the batch, that an update compares the policy with.
         """
         super().__init__(graph, stage, algorithm)
         self.teacher = teacher
@@ -268,7 +268,7 @@ class Trainer(BatchUpdates):
         tower_inputs: Sequence[PaddedInputs] | None = None,
         number: int | None = None,
     ) -> tuple[RunState, dict]:
-        """Makes one optimiser update of the policy, and of the critic if there is one.
+        """Makes one optimizer update of the policy, and of the critic if there is one.
 
         batch: the mini-batch on the host. critic_only: skips the policy. adaptive_coefs: values for
         `PolicyInputs`. on_tokens: gets the policy's outputs for each token. table: that of a

@@ -1,8 +1,7 @@
 """The weights of a stage, in named groups.
 
 A group is a flat dict of arrays by path. A program gets the groups that learn in it, which it
-changes in place, and those that it only reads. Adapters would be a group that learns over a policy
-that does not.
+changes in place, and those that it only reads.
 """
 
 from __future__ import annotations
@@ -50,10 +49,15 @@ class WeightGroup(StrEnum):
     @property
     def prefix(self) -> str:
         """Returns what the names of the metrics of its updates begin with."""
-        return _PREFIXES.get(self, "")
+        return _PREFIXES.get(self, f"{self.value}/")
 
 
-_PREFIXES = {WeightGroup.CRITIC: "value/", WeightGroup.PROJECTIONS: "distill/projections/"}
+_PREFIXES = {
+    WeightGroup.POLICY: "",
+    WeightGroup.REWARD_MODEL: "",
+    WeightGroup.CRITIC: "value/",
+    WeightGroup.PROJECTIONS: "distill/projections/",
+}
 
 
 def group_of(path: str) -> WeightGroup:
@@ -133,7 +137,7 @@ class Weights:
         return replace(self, **{group.value: params})
 
     def __or__(self, other: Weights) -> Weights:
-        """Returns the weights of both, of a path in both those of `other`."""
+        """Returns the weights of both; where both have a path, the array of `other`."""
         groups = {
             each.name: getattr(self, each.name) | getattr(other, each.name)
             for each in fields(self)

@@ -23,6 +23,7 @@ from rl.stages import create, metric_names
 from rl.stages.context import Progress
 from rl.stages.sampling import rollouts
 from rl.stages.sampling.recorded import Recorded
+from rl.stages.sampling.scored import joined, split
 from rollout import Completion
 from rollout.collect import Rollouts
 from rollout.text.tokenizer import characters
@@ -190,6 +191,30 @@ def test_a_group_that_another_one_interrupts_is_refused(folder):
     edited(folder, lambda record: record | {"prompt_id": record["sample"]})
     with pytest.raises(DataError, match="step 1 of grpo: samples of another prompt stand between"):
         producer(folder)[0].check()
+
+
+def test_another_number_of_groups_than_a_step_has_is_refused(folder):
+    """A filter over this producer may ask for fewer."""
+    made, _ = producer(folder)
+    with pytest.raises(DataError, match="2 groups a step, not 1"):
+        made.take(1)
+
+
+def test_groups_without_a_call_of_the_generator_have_no_counts(folder):
+    made, stage = producer(folder)
+    taken = made.take(2)
+    assert taken.counts is None
+    assert joined(split(taken), [taken], ("exact_answer",)).counts is None
+    sampled = replace(taken, counts={"rows": 2})
+    assert joined(split(taken), [taken, sampled], ("exact_answer",)).counts == {"rows": 2}
+
+
+def test_a_producer_that_returns_too_few_groups_is_refused(folder):
+    made, stage = producer(folder)
+    taken = made.take(2)
+    stage.producer = SimpleNamespace(take=lambda count: replace(taken, groups=taken.groups[:1]))
+    with pytest.raises(ValueError, match=r"returned 1 groups, and the step has 2"):
+        stage._next_groups(2)
 
 
 def test_sums_have_the_weights_of_the_stage(folder):

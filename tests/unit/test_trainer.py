@@ -141,6 +141,16 @@ def test_rollout_updates_of_experts_are_the_same_for_any_micro_batch(algorithm):
     )
 
 
+def test_groups_of_an_update_have_metrics_of_their_own():
+    """The policy and a reward model, which are never in one update, have names without a prefix."""
+    assert {group for group in WeightGroup if not group.prefix} == {
+        WeightGroup.POLICY,
+        WeightGroup.REWARD_MODEL,
+    }
+    prefixes = [group.prefix for group in WeightGroup if group.prefix]
+    assert len({*prefixes}) == len(prefixes)
+
+
 def test_an_update_of_two_groups_happens_in_place():
     options = stage({"name": "ppo", "critic_trunk": "policy"})
     trainer, state = begin(learners.dense(), options)

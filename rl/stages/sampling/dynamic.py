@@ -24,7 +24,7 @@ class DynamicSampling:
     takes them first: older weights sampled them. The state in a checkpoint is `carried`.
     """
 
-    # Of no step, also where nothing is carried: the programs of a stage are the same in every step.
+    # False even where nothing is carried over, so that all steps have the same programs.
     on_policy = False
 
     def __init__(self, producer: Producer, stage: StageKind):
@@ -42,7 +42,8 @@ class DynamicSampling:
 
     def take(self, count: int) -> Rollouts:
         """Returns `count` groups, after at most `dynamic_batches` batches of the other producer. If
-        that is not enough, groups without a difference fill the step: they have no advantage."""
+        that is not enough, groups that were left out fill the step: where all rewards are equal, an
+        advantage relative to the group is 0."""
         algorithm = self._stage.algorithm
         reward = algorithm.dynamic_reward
         column = None if reward is None else self._stage.runner.names.index(reward)

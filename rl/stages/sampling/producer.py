@@ -48,7 +48,7 @@ class Producer(Protocol):
         ...
 
     def take(self, count: int) -> Rollouts:
-        """Returns the next groups, at most `count`, of as many trajectories each as the stage says;
+        """Returns the next `count` groups, of as many trajectories each as the stage says;
         their scores may still be computed. In a run of several processes all of them call it, and
         get the same groups."""
         ...

@@ -137,8 +137,12 @@ class Recorded:
                 )
 
     def take(self, count: int) -> Rollouts:
-        """Returns the groups of the next step."""
+        """Returns the groups of the next step. Raises DataError for another number of groups than a
+        step of the stage has, as a filter over this producer may ask for."""
         began = time.perf_counter()
+        size = self._stage.options.prompts_per_step
+        if count != size:
+            self._refuse(f"recorded samples are taken {size} groups a step, not {count}")
         self._steps_taken += 1
         self._check_shape(self._steps_taken)
         samples = self._samples(self._steps_taken)

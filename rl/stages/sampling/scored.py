@@ -96,7 +96,7 @@ def of_same_rows(plain: Sequence[Mapping[str, Any]], rows: Shard) -> list[Scored
 
     In a run of several processes all of them call it. Raises ModelError as `from_json`.
     """
-    known = [each for each in plain if each.get("row", 0) < rows.total]
+    known = [each for each in plain if (each.get("row") or 0) < rows.total]
     groups = [ScoredGroup.from_json(each, rows.take) for each in known]
     return [group for group in groups if group.has_prompt_of_row]
 
@@ -170,9 +170,10 @@ def joined(
         metrics,
         logs,
     )
-    counts = Counter()
+    counts = None if taken and all(rollouts.counts is None for rollouts in taken) else Counter()
     for rollouts in taken:
-        counts.update(rollouts.counts or {})
+        if counts is not None:
+            counts.update(rollouts.counts or {})
     return Rollouts(
         groups=[each.group for each in groups],
         scores=ReadyScores(scores),

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class Synchronous:
-    """Draws the next prompts of the stage's data in shuffled order and completes them with the
-    current weights. It keeps nothing from step to step but the counts in `Progress`."""
+    """Draws the next prompts of the stage's data, in shuffled order or by the curriculum, and
+    completes them with the current weights. It keeps nothing from step to step but the counts in `Progress`."""
 
     generates = True
     on_policy = True
