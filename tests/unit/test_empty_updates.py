@@ -83,7 +83,7 @@ def test_the_metrics_of_a_step_are_those_of_the_updates_with_tokens():
         def rows(self, part):
             return SimpleNamespace(mask=self.mask[part])
 
-    batch = Rows(prompt=np.zeros(2), mask=np.array([[0.0], [1.0]]), real=2)
+    batch = Rows(prompt=np.zeros(2), mask=np.array([[0.0], [1.0]]), filled_tokens=2)
     state = SimpleNamespace(policy=SimpleNamespace(params={}))
     _, metrics = StageKind.update(stage, state, batch, 1)
     assert metrics["entropy"] == metrics["loss"] == 2.5 and metrics["optim/lr"] == pytest.approx(
