@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import rl.stages
+from policy.mesh import serialization
 from rewards.text import quoted
 from rl.cluster.launch import on_first
 from rl.config import files
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _FREE = ("run", "profile", "changes")
 
 
+@serialization.register_type
 class PlaceOfRun(NamedTuple):
     """Where a run goes on: after `step` steps of a stage. steps: those that the stage was to have
     when they were made; None: unknown. ended: whether the stage ended with this step. until:
