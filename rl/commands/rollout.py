@@ -4,7 +4,6 @@ training."""
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from rl.commands import train
@@ -23,18 +22,7 @@ HELP = """\
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument(
-        "config",
-        nargs="+",
-        type=os.path.expanduser,
-        metavar="CONFIG | key=value",
-        help="files first, then overrides",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="check configuration, tokenizer and first rows, and stop",
-    )
+    train.add_configuration(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

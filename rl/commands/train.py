@@ -31,8 +31,8 @@ Several are merged from left to right; key=value overrides come last:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of the verb."""
+def add_configuration(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments that name a configuration, and --check."""
     parser.add_argument(
         "config",
         nargs="+",
@@ -45,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="check configuration, tokenizer and first rows, and stop",
     )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the verb."""
+    add_configuration(parser)
     group = parser.add_argument_group(
         "several processes (docs/processes.md)",
         "by default, the cluster announces them, if there is one",

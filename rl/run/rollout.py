@@ -23,12 +23,11 @@ from rewards.registry import REWARD_MODEL
 from rewards.text import quoted
 from rl.accounting.flops import Operations, memory_share, rates
 from rl.accounting.program_memory import ProgramMemoryLog
-from rl.config import files
 from rl.config.changes import differences, stage_of
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, Interrupted, ResourceError, disk_room, reward_errors
 from rl.records.events import Events
-from rl.records.manifest import Manifest, devices
+from rl.records.manifest import Manifest
 from rl.records.run_files import EVENTS, ROLLOUTS
 from rl.records.timeline import Timeline
 from rl.run import build
@@ -43,6 +42,7 @@ from rl.run.resume.continued import saved
 from rl.run.signals import StopSignal
 from rl.run.state import Run
 from rl.run.steps.outlook import step_metrics
+from rl.run.steps.start import start_run
 from rl.stages.context import Progress
 from rl.stages.online import Stage
 from rl.stages.sampling import by_source, rollouts
@@ -213,16 +213,8 @@ def _begin(run: Run, prepared: Prepared, manifest: Manifest, last: LastStep) -> 
     """Writes the files of the start, and removes the records of a step that is not complete."""
     folder = run.folder
     folder.begin()
-    for note in prepared.notes:
-        run.events.note(note)
-    run.note_inspection(prepared.faults)
-    manifest.note(
-        devices=devices(),
-        weights=run.weights,
-        data=prepared.fingerprints,
-        changed=files.changed_keys(run.config),
-        rollouts=True,
-    )
+    start_run(run, prepared, manifest)
+    manifest.note(rollouts=True)
     names = run.config.stage_names
     run.events.truncate_after(names, names[last.stage], last.step)
     if last.step:
