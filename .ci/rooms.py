@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = {
     "policy": [
         *(
+            "json_types",
             "options",
             "mesh",
             "runtime",

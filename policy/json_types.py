@@ -1,0 +1,13 @@
+"""Types of decoded JSON and YAML: what `json.loads` returns, as code that only reads it sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, Union
+
+JsonValue: TypeAlias = Union[
+    None, bool, int, float, str, "Sequence[JsonValue]", "Mapping[str, JsonValue]"
+]
+"""A decoded value. Lists and mappings are read-only, so that a `list[str]` is one too."""
+JsonObject: TypeAlias = Mapping[str, JsonValue]
+"""A decoded object: a record, a line of a file of rows, a section of a configuration."""
