@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
 
 from policy.mesh import processes
@@ -28,6 +29,7 @@ from rl.records.append_file import AppendFile
 from rl.records.json_lines import complete_lines, line
 from rl.records.run_files import EVENTS
 from rl.records.samples import SampleLog
+from rl.records.schema import RecordedLine, SampleRecord
 from rl.records.thumbnails import Thumbnails
 from rl.records.trackers import Mirror, mirrors
 
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from rollout.media.reference import Reference
 
 _LOG = logging.getLogger("duet.events")
+Metric = float | np.generic | np.ndarray | jax.Array | None
+"""A number of a step; an array has one element. None: it was not measured."""
 
 
 class EventLog:
@@ -53,7 +57,7 @@ class EventLog:
                 f"({disk_room(directory)})"
             ) from None
 
-    def step(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+    def step(self, stage: str, step: int, metrics: Mapping[str, Metric]) -> None:
         """Writes one line of events.jsonl, with the time. Metrics are numbers, or arrays with one
         number."""
         record = {
@@ -65,8 +69,8 @@ class EventLog:
         self._events.append(line(record).encode())
 
     def samples(
-        self, records: Sequence[Mapping[str, Any]], tokens: Sequence[np.ndarray]
-    ) -> list[Mapping[str, Any]]:
+        self, records: Sequence[SampleRecord], tokens: Sequence[np.ndarray]
+    ) -> list[SampleRecord]:
         """Writes one line of samples.jsonl per completion, and their tokens, samples.TOKEN[n] each.
 
         Leaves out the prompts that `run.samples.share` leaves out. Returns the records that it has
@@ -90,7 +94,7 @@ class EventLog:
         """
         last = (stages.index(stage), step)
 
-        def keep(row: Mapping[str, Any]) -> bool:
+        def keep(row: RecordedLine) -> bool:
             return (stages.index(row["stage"]), row["step"]) <= last
 
         try:
@@ -161,7 +165,7 @@ class Events:
         for mirror in self._mirrors:
             mirror.start_stage(name, steps, first_step)
 
-    def step(self, stage: str, step: int, metrics: Mapping[str, Any]) -> None:
+    def step(self, stage: str, step: int, metrics: Mapping[str, Metric]) -> None:
         """Records the metrics of one step."""
         if self.log is None:
             return
@@ -172,7 +176,7 @@ class Events:
 
     def samples(
         self,
-        records: Sequence[Mapping[str, Any]],
+        records: Sequence[SampleRecord],
         tokens: Sequence[np.ndarray],
         references: Sequence[Reference] = (),
     ) -> None:
@@ -185,7 +189,7 @@ class Events:
         if self.log is None:
             return
         written = self.log.samples(records, tokens)
-        digests = {item["digest"] for record in written for item in record.get("media", ())}
+        digests = {item.get("digest") for record in written for item in record.get("media", ())}
         self._thumbnails.write([each for each in references if each.digest in digests])
 
     def note(self, text: str) -> None:
@@ -225,14 +229,14 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     return [json.loads(each) for each in complete_lines(Path(path))]
 
 
-def number(value: Any) -> float | int | None:
+def number(value: Metric) -> float | int | None:
     """Converts a metric, also a numpy or jax scalar, to a Python number; None stays None."""
     if value is None or isinstance(value, (bool, int, float)):
         return value
     return value.item()
 
 
-def _rewrite(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+def _rewrite(path: Path, keep: Callable[[RecordedLine], bool]) -> None:
     """Replaces a file by its complete lines that `keep` accepts."""
     lines = [each for each in complete_lines(path) if keep(json.loads(each))]
     temporary = path.with_suffix(".jsonl.new")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 
-def line(record: Mapping[str, Any]) -> str:
+def line(record: Mapping[str, object]) -> str:
     """Returns a record as one line of strict JSON."""
     return (
         json.dumps(_finite(record), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -63,7 +63,7 @@ def number_of_line(data: mmap.mmap, start: int) -> int:
     return data[:start].count(b"\n") + 1
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """Converts a value for strict JSON: arrays become lists, numbers that are not finite become
     None."""
     if isinstance(value, Mapping):
@@ -73,6 +73,7 @@ def _finite(value: Any) -> Any:
     if isinstance(value, str):
         # A byte-level model can write half of a surrogate pair, which has no UTF-8.
         return value.encode("utf-8", "replace").decode()
-    if hasattr(value, "tolist"):
-        return _finite(value.tolist())
+    to_list = getattr(value, "tolist", None)
+    if to_list is not None:
+        return _finite(to_list())
     return None if isinstance(value, float) and not math.isfinite(value) else value

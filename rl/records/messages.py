@@ -9,21 +9,23 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
+from policy.json_types import JsonObject, JsonValue
+from rl.records.schema import MediaEntry, RawLine
 from rollout.media.processor import NOUNS
 
 if TYPE_CHECKING:
     from rollout.media.expand import Expanded
 
-Piece = str | dict[str, Any]
+Piece = str | MediaEntry
 """A text, or a picture or sound: its entry of `media` in the line, or only its `kind` where the
 line has no entry."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
 _DATA_URI = re.compile(r"\s*data:[^,\s]*,", re.IGNORECASE)
 
 
-def entries(expanded: Expanded | None) -> list[dict[str, Any]]:
+def entries(expanded: Expanded | None) -> list[MediaEntry]:
     """Returns `media` of a line: one entry for each picture or sound, the rows of its tiles added
     up."""
     if expanded is None:
@@ -42,13 +44,13 @@ def entries(expanded: Expanded | None) -> list[dict[str, Any]]:
     return result
 
 
-def without_contents(prompt: Any) -> Any:
+def without_contents(prompt: str | Sequence[JsonObject]) -> str | list[JsonObject]:
     """Returns a prompt whose parts other than texts hold their type only."""
     if isinstance(prompt, str):
         return prompt
     return [
-        message | {"content": [_without_content(part) for part in message["content"]]}
-        if isinstance(message.get("content"), (list, tuple))
+        {**message, "content": [_without_content(part) for part in content]}
+        if isinstance(content := message.get("content"), (list, tuple))
         else message
         for message in prompt
     ]
@@ -59,7 +61,7 @@ def is_data_uri(text: str) -> bool:
     return _DATA_URI.match(text) is not None
 
 
-def messages(record: Mapping[str, Any], name: str) -> Iterator[tuple[str, list[Piece]]]:
+def messages(record: RawLine, name: str) -> Iterator[tuple[str, list[Piece]]]:
     """Yields (role, pieces) of the messages of `prompt` or `completion`; a plain text has the role
     "". A completion is shown with its special tokens (`raw`).
 
@@ -78,7 +80,7 @@ def messages(record: Mapping[str, Any], name: str) -> Iterator[tuple[str, list[P
         yield "", [_piece(value, waiting)]
 
 
-def describe_item(item: Mapping[str, Any]) -> str:
+def describe_item(item: MediaEntry) -> str:
     """Returns a picture or sound as text, e.g. `picture 640x480, 192 rows, digest 12ab34cd..`."""
     number = {key: value for key, value in item.items() if isinstance(value, (int, float))}
     facts = [f"{number['rows']:,} rows"] if "rows" in number else []
@@ -104,7 +106,7 @@ def flat(pieces: Sequence[Piece]) -> str:
     return text
 
 
-def start(record: Mapping[str, Any], name: str, count: int) -> str:
+def start(record: RawLine, name: str, count: int) -> str:
     """Returns the beginning of the last message of `prompt` or `completion`, on one line of at most
     `count` characters, and "..." where it is cut."""
     last = [pieces for _, pieces in messages(record, name)][-1:]
@@ -117,24 +119,25 @@ def start(record: Mapping[str, Any], name: str, count: int) -> str:
     return line if len(line) <= count else line[:count] + "..."
 
 
-def pictures(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def pictures(record: RawLine) -> list[MediaEntry]:
     """Returns the entries of the pictures of a line that have a digest."""
     entries = _entries(record).get("image", [])
     return [each for each in entries if DIGEST.fullmatch(str(each.get("digest")))]
 
 
-def identity(record: Mapping[str, Any]) -> str:
+def identity(record: RawLine) -> str:
     """Returns a text that is equal for equal prompts: the same texts with the same pictures and
     sounds."""
     prompt = json.dumps(record.get("prompt"), ensure_ascii=False)
     if media := record.get("media"):
+        entries = media if isinstance(media, list) else ()
         prompt += json.dumps(
-            [each.get("digest") if isinstance(each, dict) else None for each in media]
+            [each.get("digest") if isinstance(each, dict) else None for each in entries]
         )
     return prompt
 
 
-def _without_content(part: Any) -> Any:
+def _without_content(part: JsonValue) -> JsonValue:
     return (
         {"type": part.get("type")}
         if isinstance(part, Mapping) and part.get("type") != "text"
@@ -142,23 +145,24 @@ def _without_content(part: Any) -> Any:
     )
 
 
-def _entries(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def _entries(record: RawLine) -> dict[str, list[MediaEntry]]:
     """Returns the entries of `media` by kind, in their order."""
-    result: dict[str, list[dict[str, Any]]] = {}
+    result: dict[str, list[MediaEntry]] = {}
     media = record.get("media")
     for each in media if isinstance(media, list) else ():
         if isinstance(each, dict) and each.get("kind") in NOUNS:
-            result.setdefault(each["kind"], []).append(each)
+            result.setdefault(each["kind"], []).append(cast(MediaEntry, each))
     return result
 
 
-def _piece(part: Any, waiting: dict[str, list[dict[str, Any]]]) -> Piece:
+def _piece(part: object, waiting: dict[str, list[MediaEntry]]) -> Piece:
     if isinstance(part, str):
         return part
     if isinstance(part, dict):
         kind = part.get("type")
-        if kind == "text" and isinstance(part.get("text"), str):
-            return part["text"]
+        text = part.get("text")
+        if kind == "text" and isinstance(text, str):
+            return text
         if kind in NOUNS:
             return waiting[kind].pop(0) if waiting.get(kind) else {"kind": kind}
     return json.dumps(part, ensure_ascii=False)

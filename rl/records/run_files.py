@@ -203,7 +203,7 @@ def tokens_file(path: Path) -> Path:
     return path.with_name(TOKENS) if path.name == SAMPLES else path.with_suffix(".bin")
 
 
-def as_number(value: Any) -> float | None:
+def as_number(value: object) -> float | None:
     """Converts a number of a file; None for anything else. A number beyond the range of floats is
     NaN."""
     if not isinstance(value, (int, float)):

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 
 from rl.records.append_file import AppendFile
 from rl.records.json_lines import complete_end, line, number_of_line, parse
 from rl.records.run_files import SAMPLES, SEGMENTS, TOKENS, sample_files, tokens_file
+from rl.records.schema import RecordedLine, SampleRecord
 
 SEGMENT_BYTES = 64 * 2**20
 TOKEN = np.dtype(
@@ -82,7 +83,7 @@ class SampleLog:
         """Bytes that wait in memory for room on the disk."""
         return self._lines.waiting + self._tokens.waiting
 
-    def write(self, records: Sequence[Mapping[str, Any]], tokens: Sequence[np.ndarray]) -> None:
+    def write(self, records: Sequence[SampleRecord], tokens: Sequence[np.ndarray]) -> None:
         """Writes one line per completion, with its place `at` in tokens.bin. tokens: TOKEN[n] of
         each. While tokens wait for room, lines do too: a reader finds the tokens of every line."""
         first = self._tokens.size // TOKEN.itemsize
@@ -96,7 +97,7 @@ class SampleLog:
         else:
             self._lines.append(text.encode())
 
-    def truncate_after(self, keep: Callable[[dict[str, Any]], bool]) -> None:
+    def truncate_after(self, keep: Callable[[RecordedLine], bool]) -> None:
         """Removes all lines after the last one that `keep` accepts, their tokens, and a torn last
         line.
 
@@ -167,7 +168,7 @@ def _remove(segment: Path) -> None:
     segment.unlink()
 
 
-def read(directory: str | Path) -> Iterator[dict[str, Any]]:
+def read(directory: str | Path) -> Iterator[SampleRecord]:
     """Yields the samples of a run, the oldest first, without a torn last line. Raises ValueError
     for a damaged line."""
     for path in sample_files(Path(directory)):
@@ -175,10 +176,10 @@ def read(directory: str | Path) -> Iterator[dict[str, Any]]:
             for number, each in enumerate(file, 1):
                 if not each.endswith(b"\n"):
                     break
-                yield parse(each, f"{path}:{number}")
+                yield cast(SampleRecord, parse(each, f"{path}:{number}"))
 
 
-def read_tokens(path: Path, sample: Mapping[str, Any]) -> np.ndarray:
+def read_tokens(path: Path, sample: SampleRecord) -> np.ndarray:
     """Returns TOKEN[n_prompt + n] of a sample in the file `path`; fewer or none if they were not
     recorded."""
     if "at" not in sample or not tokens_file(path).exists():
@@ -192,7 +193,7 @@ def read_tokens(path: Path, sample: Mapping[str, Any]) -> np.ndarray:
     return np.fromfile(tokens_file(path), TOKEN, count, offset=start)
 
 
-def _kept_bytes(path: Path, keep: Callable[[dict[str, Any]], bool]) -> tuple[int, int]:
+def _kept_bytes(path: Path, keep: Callable[[RecordedLine], bool]) -> tuple[int, int]:
     """Returns the bytes up to the last line that `keep` accepts, and the bytes of tokens up to the
     same completion."""
     if not path.stat().st_size:
@@ -201,7 +202,8 @@ def _kept_bytes(path: Path, keep: Callable[[dict[str, Any]], bool]) -> tuple[int
         end = complete_end(data)
         while end:
             start = data.rfind(b"\n", 0, end - 1) + 1
-            row = parse(data[start:end], f"{path}:{number_of_line(data, start)}")
+            place = f"{path}:{number_of_line(data, start)}"
+            row = cast(SampleRecord, parse(data[start:end], place))
             if keep(row):
                 break
             end = start

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from rl.errors import DataError
 from rl.records.json_lines import parse
 from rl.records.run_files import sample_files
 from rl.records.samples import STOP, read_tokens
+from rl.records.schema import SampleRecord
 from rl.stages.sampling.scored import ReadyScores
 from rollout.collect import Rollouts
 from rollout.text.spelling import decode_after
@@ -40,7 +41,7 @@ class RecordedSample:
     """A line of samples.jsonl with TOKEN[n_prompt + n] (rl/records/samples.py). place: file:line,
     for messages."""
 
-    record: Mapping[str, Any]
+    record: SampleRecord
     tokens: np.ndarray
     place: str
 
@@ -271,9 +272,9 @@ class Recorded:
         total_N = weighted_sums(rewards_NF, weights, unscored, groups)
         return Scores(rewards_NF, total_N, names, faults, statistics(rewards_NF, names), logs)
 
-    def _parsed(self, line: bytes, place: str) -> dict[str, Any]:
+    def _parsed(self, line: bytes, place: str) -> SampleRecord:
         try:
-            return parse(line, place)
+            return cast(SampleRecord, parse(line, place))
         except ValueError as error:
             self._refuse(str(error))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from rl.accounting.flops import Operations
 from rl.config.stage import SamplingOptions
 from rl.records.messages import entries, is_data_uri, without_contents
 from rl.records.samples import LAST_TURN, STOP, TOKEN, TRAINED
+from rl.records.schema import SampleRecord
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def greedy_params(options: SamplingOptions, stop_ids: Sequence[int]) -> Sampling
 
 def records(
     rollouts: Rollouts, scores: Scores, stage: str, step: int, advantages: np.ndarray | None = None
-) -> list[dict[str, Any]]:
+) -> list[SampleRecord]:
     """Returns a line of samples.jsonl for each trajectory; rl/records/samples.py adds `at`.
 
     In a line, `prompt` is the text or the messages of the prompt, `raw` the completion with its
@@ -199,7 +200,8 @@ def records(
                 "segments": _lengths(trajectory),
                 "source": problem.example.source,
             }
-            lines.append(line | {name: value for name, value in optional.items() if value})
+            line |= {name: value for name, value in optional.items() if value}
+            lines.append(cast(SampleRecord, line))
     return lines
 
 

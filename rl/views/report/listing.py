@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rl.records.messages import Piece, messages, start
+from rl.records.schema import RawLine
 from rl.views.report import samples
 from rl.views.report.pictures import Embedded, figure
 from rl.views.report.read import RecordedRun
@@ -79,7 +79,7 @@ def listing(
 
 
 def _sample(
-    run: RecordedRun | None, record: Mapping[str, Any], embedded: Embedded, cap: int
+    run: RecordedRun | None, record: samples.ChosenSample, embedded: Embedded, cap: int
 ) -> str:
     """Returns one completion, folded. cap: bytes of each text."""
     where = f"{record.get('stage', '')} {record.get('step', '')}" + (
@@ -129,24 +129,26 @@ def _message(pieces: Sequence[Piece], embedded: Embedded, cap: int) -> str:
     )
 
 
-def _facts(record: Mapping[str, Any]) -> str:
+def _facts(record: RawLine) -> str:
     values: list[tuple[str, str]] = []
-    for key, value in record["rewards"].items() if isinstance(record.get("rewards"), dict) else ():
+    rewards = record.get("rewards")
+    for key, value in rewards.items() if isinstance(rewards, dict) else ():
         values.append((str(key), text(value) if isinstance(value, (int, float)) else "no score"))
     for key in ("advantage", "gap"):
         if isinstance(value := record.get(key), (int, float)):
             values.append((key, text(value)))
-    values.append(("tokens", f"{samples.sample_length(dict(record)):,}"))
+    values.append(("tokens", f"{samples.sample_length(record):,}"))
     for key in ("finish", "prompt_id", "sample", "version"):
         # The version is a list of pairs where it changes within a sample.
         if isinstance(value := record.get(key), (int, str, list)):
             values.append((key, str(value)))
-    for key, value in record["faults"].items() if isinstance(record.get("faults"), dict) else ():
+    faults = record.get("faults")
+    for key, value in faults.items() if isinstance(faults, dict) else ():
         values.append((f"fault of {key}", str(value)))
     return "".join(f"<div><span>{esc(key)}</span> {esc(value)}</div>" for key, value in values)
 
 
-def _texts(record: Mapping[str, Any]) -> list[str]:
+def _texts(record: RawLine) -> list[str]:
     every = [pieces for name in ("prompt", "completion") for _, pieces in messages(record, name)]
     return [piece for pieces in every for piece in pieces if isinstance(piece, str)]
 

@@ -7,13 +7,13 @@ the page needs no script to show it.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any
 
 from rl.records import thumbnails
 from rl.records.messages import describe_item, pictures
+from rl.records.schema import MediaEntry
 from rl.views.report import samples
 from rl.views.report.read import RecordedRun
 from rl.views.report.series import esc
@@ -48,12 +48,13 @@ def embed(runs: Sequence[RecordedRun], chosen: Sequence[samples.Chosen], room: i
         (run, record) for row in rows for run, record in zip(runs, row, strict=True) if record
     ):
         for item in pictures(record):
-            if item["digest"] in seen:
+            digest = str(item.get("digest"))
+            if digest in seen:
                 continue
-            seen.add(item["digest"])
+            seen.add(digest)
             result.total += 1
             sides = _sides(item)
-            file = thumbnails.read(run.path, item["digest"])
+            file = thumbnails.read(run.path, digest)
             if sides is None or file is None:
                 continue
             name, (width, height) = f"p{len(symbols)}", sides
@@ -66,13 +67,13 @@ def embed(runs: Sequence[RecordedRun], chosen: Sequence[samples.Chosen], room: i
             if size + len(symbol) <= min(room, MOST_BYTES) - 100:
                 size += len(symbol)
                 symbols.append(symbol)
-                result.names[item["digest"]] = name
+                result.names[digest] = name
     if symbols:
         result.html = f'<svg class="pictures" aria-hidden="true">{"".join(symbols)}</svg>'
     return result
 
 
-def figure(item: Mapping[str, Any], embedded: Embedded) -> str:
+def figure(item: MediaEntry, embedded: Embedded) -> str:
     """Returns a picture or sound of a sample. A click on an embedded picture shows it larger."""
     about = esc(describe_item(item))
     name = embedded.names.get(str(item.get("digest")))
@@ -95,7 +96,7 @@ def figure(item: Mapping[str, Any], embedded: Embedded) -> str:
     )
 
 
-def _sides(item: Mapping[str, Any]) -> tuple[int, int] | None:
+def _sides(item: MediaEntry) -> tuple[int, int] | None:
     """Returns (width, height) of a thumbnail from the entry of its picture; None for an entry of
     another form."""
     width = item.get("width")

@@ -13,12 +13,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
 from rl.records.run_files import Damage, sample_files, tokens_file
 from rl.records.samples import TOKEN, TRAINED
+from rl.records.schema import RawLine
 from rl.views.report.read import ReportPart
 
 KINDS = ("best", "worst", "gap", "longest", "cut off", "faulted", "random")
@@ -29,16 +30,23 @@ _READ = 1024 * 2**20  # bytes of samples that are read; of more, evenly spread f
 _BLOCKS = 64
 
 
+class ChosenSample(TypedDict):
+    """What choosing adds to a line: the reasons, and the gap if it is known. The other keys are those
+    of the line as it was read."""
+
+    why: list[str]
+    gap: NotRequired[float]
+
+
 @dataclass
 class Chosen:
-    """records: the chosen completions, the newest first, each with its reasons in `why` and `gap`
-    if it is known.
+    """records: the chosen completions, the newest first.
 
     total: completions of which they were chosen; partial: whether there were too many to look at
     all.
     """
 
-    records: list[dict[str, Any]] = field(default_factory=list)
+    records: list[ChosenSample] = field(default_factory=list)
     total: int = 0
     partial: bool = False
 
@@ -260,7 +268,7 @@ def _parsed(line: bytes) -> SampleNumbers | None:
     )
 
 
-def sample_length(row: dict[str, Any]) -> int:
+def sample_length(row: RawLine) -> int:
     """Returns the tokens of a completion: their recorded number, or the length of their list."""
     count = row.get("n")
     tokens = row.get("tokens")

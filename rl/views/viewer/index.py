@@ -32,9 +32,12 @@ import numpy as np
 from rl.records.messages import identity
 from rl.records.run_files import SEGMENTS, sample_files, tokens_file
 from rl.records.samples import TOKEN, TRAINED
+from rl.records.schema import RawLine
 from rl.views.report.samples import sample_length
 
 INDEX = "index.sqlite"
+SqlValue = int | float | str | None
+"""What a column of the database holds."""
 _VERSION = 1
 _SCHEMA = f"""
 PRAGMA user_version = {_VERSION};
@@ -172,7 +175,7 @@ class IndexedSample:
         """The first byte of the line."""
         return self.id & _OFFSET
 
-    def describes(self, record: dict[str, Any]) -> bool:
+    def describes(self, record: RawLine) -> bool:
         """Returns whether a line is that of this completion."""
         own = SampleNumbers(self.prompt, self.step, self.sample)
         try:
@@ -214,11 +217,11 @@ class Index:
         """The names of the reward functions."""
         return sorted(self.names["function"])
 
-    def query(self, text: str, values: Iterable[Any] = ()) -> Iterator[tuple[Any, ...]]:
+    def query(self, text: str, values: Iterable[SqlValue] = ()) -> Iterator[tuple[Any, ...]]:
         """Yields the rows that a statement selects."""
         return self._database.execute(text, tuple(values))
 
-    def ids(self, text: str, values: Iterable[Any] = ()) -> np.ndarray:
+    def ids(self, text: str, values: Iterable[SqlValue] = ()) -> np.ndarray:
         """Returns the integers that a statement selects, row by row, int64[n]."""
         return np.fromiter(itertools.chain.from_iterable(self.query(text, values)), np.int64)
 
@@ -480,7 +483,7 @@ class Index:
             if b"\r" not in data
             else data.replace(b"\r", b" ").splitlines(True)
         )
-        rows: list[list[Any]] = []
+        rows: list[list[SqlValue]] = []
         spans: list[TokenSpan] = []
         scores: list[tuple[int, int, float | None]] = []
         faults: list[tuple[int, int]] = []
@@ -517,7 +520,7 @@ class Index:
         segment.damaged += damaged
         self._lines.pop(segment, None)
 
-    def _row(self, record: dict[str, Any], number: int, line: bytes, span: TokenSpan) -> list[Any]:
+    def _row(self, record: RawLine, number: int, line: bytes, span: TokenSpan) -> list[SqlValue]:
         """Returns the columns of a sample in the order of the table, but the gap, which is last."""
         prompt = identity(record).encode("utf-8", "surrogatepass")
         same = int.from_bytes(blake2b(prompt, digest_size=8).digest(), "little", signed=True)
@@ -537,17 +540,17 @@ class Index:
             _single(record.get("advantage")),
         ]
 
-    def _scores_of(self, record: dict[str, Any], number: int) -> list[tuple[int, int, Any]]:
+    def _scores_of(self, record: RawLine, number: int) -> list[tuple[int, int, float | None]]:
         own = record.get("rewards")
         scores = own.items() if isinstance(own, dict) else ()
         return [(number, self._name("function", name), _single(score)) for name, score in scores]
 
-    def _faults_of(self, record: dict[str, Any], number: int) -> list[tuple[int, int]]:
+    def _faults_of(self, record: RawLine, number: int) -> list[tuple[int, int]]:
         own = record.get("faults")
         kinds = set(own.values()) if isinstance(own, dict) else ()
         return [(number, kind) for kind in {self._name("fault", kind) for kind in kinds}]
 
-    def _name(self, kind: str, value: Any) -> int:
+    def _name(self, kind: str, value: object) -> int:
         """Returns the number of a name, a new one if it is new."""
         names = self.names[kind]
         name = str(value)
@@ -580,7 +583,7 @@ def _opened_copy(image: bytes) -> sqlite3.Connection:
     return database
 
 
-def _sample_numbers(record: dict[str, Any]) -> SampleNumbers:
+def _sample_numbers(record: RawLine) -> SampleNumbers:
     return SampleNumbers(
         prompt=_integer(record.get("prompt_id", -1)),
         step=_integer(record["step"]),
@@ -588,7 +591,7 @@ def _sample_numbers(record: dict[str, Any]) -> SampleNumbers:
     )
 
 
-def _token_span(record: dict[str, Any]) -> TokenSpan:
+def _token_span(record: RawLine) -> TokenSpan:
     """Reads where the tokens lie. Raises OverflowError for a place that no file has, ValueError for
     negative numbers of tokens."""
     span = TokenSpan(
@@ -645,29 +648,31 @@ def _text_spans(line: bytes) -> TextSpans:
     return TextSpans(prompt + 9, completion, completion + 13, end, *rest)
 
 
-def _version(record: dict[str, Any]) -> Any:
+def _version(record: RawLine) -> object:
     """Returns the version of the weights that drew a sample, of its last tokens where it changes
     (`Trajectory.versions`)."""
     versions = record.get("version", -1)
     return versions[-1][1] if isinstance(versions, list) else versions
 
 
-def _integer(value: Any) -> int:
+def _integer(value: object) -> int:
     """Returns an integer. Raises OverflowError for one that the database cannot hold."""
+    if not isinstance(value, (int, float, str)):
+        raise TypeError(f"{value!r} is no number")
     number = int(value)
     if number.bit_length() > 63:
         raise OverflowError(number)
     return number
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     """Returns a number, None if it is none."""
     if not isinstance(value, (int, float)) or math.isnan(value):
         return None
     return float(value)
 
 
-def _single(value: Any) -> float | None:
+def _single(value: object) -> float | None:
     """Returns a number as float32 holds it, which the run computes with, None if it is none."""
     number = _number(value)
     return None if number is None else float(np.float32(number))

@@ -77,14 +77,14 @@ def full(index: Index, place: SamplePlace, most: int = _MOST) -> dict[str, Any]:
     return result
 
 
-def _shown(index: Index, piece: Piece) -> Piece:
+def _shown(index: Index, piece: Piece) -> str | dict[str, object]:
     """Returns a piece of a message; a picture or sound with its text `about`, and the name of its
     `thumbnail` or None.
     """
     if isinstance(piece, str):
         return piece
     file = thumbnails.find(index.directory, str(piece.get("digest")))
-    return piece | {"about": describe_item(piece), "thumbnail": file and file.name}
+    return {**piece, "about": describe_item(piece), "thumbnail": file and file.name}
 
 
 def with_texts(sample: dict[str, Any], texts: token_texts.TokenTexts) -> dict[str, Any]:

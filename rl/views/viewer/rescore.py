@@ -15,6 +15,7 @@ from rewards.registry import REWARD_MODEL
 from rewards.text import in_form_of
 from rewards.workers.rounding import all_equal
 from rl.errors import ConfigError, DataError
+from rl.records.schema import SampleRecord
 from rl.views.report.samples import sample_length
 from rl.views.viewer.index import Index
 from rl.views.viewer.search import SamplePlace, places
@@ -28,7 +29,7 @@ class Rescored:
     is none."""
 
     place: SamplePlace
-    record: dict[str, Any]
+    record: SampleRecord
     reward: float
     scores: dict[str, float]
     faults: dict[str, str]
@@ -187,7 +188,7 @@ def _signals(rewards: np.ndarray, groups: Sequence[Sequence[int]]) -> int:
     return sum(not all_equal(rewards[list(group)]) for group in groups)
 
 
-def _mean(values: Any) -> float | None:
+def _mean(values: Sequence[float] | np.ndarray) -> float | None:
     known = np.asarray(values, float)
     known = known[np.isfinite(known)]
     return float(known.mean()) if len(known) else None
@@ -197,7 +198,7 @@ def _group(place: SamplePlace) -> tuple[int, int]:
     return place.numbers.step, place.numbers.prompt
 
 
-def _record(place: SamplePlace) -> dict[str, Any]:
+def _record(place: SamplePlace) -> SampleRecord:
     try:
         return place.record()
     except (OSError, ValueError):

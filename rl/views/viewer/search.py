@@ -10,14 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from json.decoder import scanstring  # pyright: ignore[reportAttributeAccessIssue]
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from policy.json_types import JsonValue
 from rewards.suggest import nearest
-from rl.records.samples import read_tokens
+from rl.records.samples import TOKEN, read_tokens
+from rl.records.schema import SampleRecord
 from rl.views.viewer import query
-from rl.views.viewer.index import Index, IndexedSample, SampleSegment, storable
+from rl.views.viewer.index import Index, IndexedSample, SampleSegment, SqlValue, storable
 from rl.views.viewer.query import FilterError, Flag, NumberTerm, Regex, Term, Text, Word
 
 SORTS = {"reward": "reward", "gap": "gap", "len": "len"}
@@ -41,7 +42,7 @@ class SamplePlace:
         """The file."""
         return self.numbers.segment.path
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> SampleRecord:
         """Reads the line. Raises ValueError if the run has changed it since, OSError if it is
         gone."""
         with self.path.open("rb") as file:
@@ -51,12 +52,12 @@ class SamplePlace:
             raise ValueError(f"{self.path}: another sample has the place of {self.id}")
         return record
 
-    def tokens(self, record: dict[str, Any]) -> np.ndarray:
+    def tokens(self, record: SampleRecord) -> np.ndarray:
         """Returns TOKEN[n_prompt + n]; fewer or none if they were not recorded. Raises OSError."""
         try:
             return read_tokens(self.path, record)
         except FileNotFoundError:
-            return read_tokens(self.path, {})
+            return np.zeros(0, TOKEN)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Condition:
     """A condition of SQL, and the values of its question marks."""
 
     text: str
-    values: tuple[Any, ...] = ()
+    values: tuple[SqlValue, ...] = ()
 
 
 def matching(index: Index, terms: Sequence[Term], sort: str | None = None) -> np.ndarray:
@@ -74,7 +75,7 @@ def matching(index: Index, terms: Sequence[Term], sort: str | None = None) -> np
     last. Raises FilterError for a reward function that the run does not have.
     """
     conditions = []
-    values: list[Any] = []
+    values: list[SqlValue] = []
     for term in terms:
         if not isinstance(term, (Text, Regex)):
             condition = _condition(index, term)
@@ -275,7 +276,7 @@ def _strings(value: bytes) -> Iterator[str]:
         yield text
 
 
-def _contents(value: Any) -> Iterator[str]:
+def _contents(value: JsonValue) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):

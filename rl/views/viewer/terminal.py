@@ -22,6 +22,7 @@ from rewards.text import for_terminal
 from rl.errors import ConfigError, DataError
 from rl.records.messages import flat, messages, start
 from rl.records.run_files import check_run, sample_files
+from rl.records.schema import SampleRecord
 from rl.views.viewer import query, records, rescore, search
 from rl.views.viewer.index import Index
 from rl.views.viewer.tokens import TokenTexts, flag_text, numbers
@@ -129,7 +130,7 @@ def show_rescored(
     return 0
 
 
-def record_of(place: search.SamplePlace) -> dict[str, Any]:
+def record_of(place: search.SamplePlace) -> SampleRecord:
     """Reads a sample. Raises DataError if the run has changed it since."""
     try:
         return place.record()

@@ -6,13 +6,19 @@ import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from policy.json_types import JsonValue
 from rl.data.hub import cached_snapshots, hub_name
 from rl.records.run_files import read_config
 from rl.records.samples import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, STOP, TRAINED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rollout.text.media_tokens import MediaTokens
 
 FLAGS = {
     TRAINED: "trained",
@@ -96,28 +102,30 @@ def flag_text(flags: int) -> str:
     return ", ".join(name for bit, name in FLAGS.items() if flags & bit)
 
 
-def _pieces(tokenizer: Any, ids: list[int]) -> list[str]:
+def _pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     """Decodes token by token: the text of the last tokens with each, less the text without it."""
     pieces = []
     start = 0
     shown = ""
     for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(
-            ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        text = _decoded(tokenizer, ids[start:end])
         if text.endswith(_REPLACEMENT) and end < len(ids) and end - start < 8:
             pieces.append("")  # a part of a character, which the next tokens complete
             continue
         pieces.append(text[len(shown) :] if text.startswith(shown) else text)
         # One token of context: some tokenizers drop the space at the beginning of a text.
         start = end - 1
-        shown = tokenizer.decode(
-            ids[start:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        shown = _decoded(tokenizer, ids[start:end])
     return pieces
 
 
-def _media_tokens(source: Any) -> Any:
+def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)  # a list for a batch of ids only
+    return text
+
+
+def _media_tokens(source: JsonValue) -> MediaTokens | None:
     """Returns the special tokens that a built-in tokenizer has for a model with towers, without a
     download."""
     if not isinstance(source, str) or hub_name(source) is not None:
