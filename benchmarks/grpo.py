@@ -222,7 +222,7 @@ class Duet:
         """Takes a step, with the rewards of `runner`, and returns its seconds and counts."""
         import jax
 
-        from rl.stages.sampling.rollouts import to_batch
+        from rl.stages.sampling.batches import to_batch
         from rollout.collect import Source, collect
 
         began = time.perf_counter()

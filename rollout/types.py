@@ -263,17 +263,55 @@ class SamplingParams:
 
     @property
     def has_filter(self) -> bool:
-        """Whether tokens are drawn from a part of the distribution: top_k, top_p, min_p, bad_words
-        or min_tokens leaves out others."""
-        forbids = bool(self.bad_words or (self.min_tokens and self.stop_token_ids))
-        return self.temperature > 0 and (
-            self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or forbids
-        )
+        """Whether tokens are drawn from a part of the distribution."""
+        return draws_from_part(self, has_stop_token=bool(self.stop_token_ids))
 
     @property
     def has_penalty(self) -> bool:
         """Whether a token's logit depends on how often the token occurred."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+class FilterSettings(Protocol):
+    """The settings that may leave out tokens of the distribution."""
+
+    @property
+    def temperature(self) -> float:
+        """0: the likeliest token."""
+        ...
+
+    @property
+    def top_k(self) -> int:
+        """0: off."""
+        ...
+
+    @property
+    def top_p(self) -> float:
+        """1: off."""
+        ...
+
+    @property
+    def min_p(self) -> float:
+        """0: off."""
+        ...
+
+    @property
+    def bad_words(self) -> Sequence[str]:
+        """Texts that no completion holds."""
+        ...
+
+    @property
+    def min_tokens(self) -> int:
+        """Tokens before one that can end the completion."""
+        ...
+
+
+def draws_from_part(settings: FilterSettings, *, has_stop_token: bool) -> bool:
+    """Tells whether tokens are drawn from a part of the distribution: top_k, top_p, min_p,
+    bad_words or min_tokens leaves out others. Without a stop token min_tokens forbids none."""
+    forbids = bool(settings.bad_words or (settings.min_tokens and has_stop_token))
+    filtered = settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0
+    return settings.temperature > 0 and (filtered or forbids)
 
 
 CHANGES_OF_RATIOS = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")

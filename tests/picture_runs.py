@@ -11,8 +11,8 @@ from policy.media import Item
 from rewards import Scores
 from rl.config.run import RunConfig
 from rl.records.events import Events
-from rl.stages.sampling import rollouts
-from rl.stages.sampling.scored import ReadyScores
+from rl.stages.producers.scored import ReadyScores
+from rl.stages.sampling.records import references, sample_lines, token_records
 from rollout import Completion
 from rollout.collect import Rollouts
 from rollout.media.expand import Expanded
@@ -136,8 +136,8 @@ def write(directory: Path, steps: int = 3) -> Path:
     for number in range(1, steps + 1):
         problems = [*map(question, COLOURS), several()]
         sampled, scores = step(problems, 5 * number)
-        lines = rollouts.records(sampled, scores, "grpo", number, scores.total - 0.5)
-        events.samples(lines, rollouts.token_records(sampled), rollouts.references(sampled))
+        lines = sample_lines(sampled, scores, "grpo", number, scores.total - 0.5)
+        events.samples(lines, token_records(sampled), references(sampled))
         metrics = {
             "reward/mean": 0.5,
             "media/pictures": 6.0,

@@ -306,7 +306,7 @@ class HeldOutOptions(Strict):
 
 
 class CurriculumOptions(Strict):
-    """A hook that chooses the rows of each step, and is told their rewards (docs/data.md)."""
+    """Chooses the rows of each step, and observes their rewards (docs/data.md)."""
 
     shorthand: ClassVar[str | None] = "name"
 
@@ -366,6 +366,11 @@ class AlgorithmOptions(Strict):
             {f.name: getattr(algorithm, f.name) for f in dataclasses.fields(algorithm)}
         )
         return self
+
+
+PRODUCER_OPTIONS = ("rollouts",)
+"""Options that choose a producer (rl/stages/producers/choice.py). A stage that learns from data
+alone refuses them."""
 
 
 class StageOptions(Strict):

@@ -82,7 +82,7 @@ def knobs(config: RunConfig, meshes: list[dict[str, int]]) -> list[list[Settings
         ]
     ]
     choices.append(_remat(config))
-    if any(stage.samples_completions for stage in rl.stages.create(config)):
+    if any(stage.trains_on_rollouts for stage in rl.stages.create(config)):
         for key in ("slots", "prefill_chunk"):
             value = getattr(config.generator, key)
             choices.append(

@@ -114,7 +114,9 @@ def stages(
             config, stage.rewards, graph, stage.trainer.sharing
         )
         planned_stage = PlannedStage(stage, graph)
-        if sampling is None and (stage.generates or (config.evaluation and stage.trains_policy)):
+        if sampling is None and (
+            stage.calls_generator or (config.evaluation and stage.trains_policy)
+        ):
             sampling = Sampling(config, planned_stage, memory)
         yield planned_stage, sampling
 
@@ -176,7 +178,7 @@ def _encoding(stage: StageKind) -> Iterator[Program]:
 def _reward_models(stage: StageKind) -> Iterator[Program]:
     """Yields the programs of reward models, on full rows of all completions of a step."""
     completions = (
-        stage.options.prompts_per_step * stage.options.samples_per_prompt * stage.generates
+        stage.options.prompts_per_step * stage.options.samples_per_prompt * stage.calls_generator
     )
     for source, scorer in stage.scorers.items():
         shape, lower = scorer.lowered(stage.config.max_length)
@@ -221,9 +223,9 @@ class PlannedStage:
         return self.stage.name
 
     @property
-    def generates(self) -> bool:
+    def calls_generator(self) -> bool:
         """Whether a step calls the generator."""
-        return self.stage.generates
+        return self.stage.calls_generator
 
     @property
     def options(self) -> StageOptions:
@@ -247,7 +249,7 @@ class Sampling:
         self.graph = first.graph
         self._listed_with = (
             None
-            if any(rl.stages.kind_of(each).samples_completions for each in config.stages)
+            if any(rl.stages.kind_of(each).trains_on_rollouts for each in config.stages)
             else first.name
         )
         asked = build.generator_options(config)
@@ -293,7 +295,7 @@ class Sampling:
     def used_by(self, stage: PlannedStage) -> bool:
         """Whether `stage` lists the programs: a stage that samples, or the first that evaluates if
         none samples."""
-        return stage.generates or self._listed_with == stage.name
+        return stage.calls_generator or self._listed_with == stage.name
 
     def programs(self, stage: PlannedStage) -> Iterator[Planned]:
         """Yields the largest program of each kind."""
@@ -307,7 +309,7 @@ class Sampling:
         if self._weights and self._copy:
             yield self._copying(self._weights, stage, held)
         params = weights | self._copy
-        P *= stage.generates  # a step excludes evaluations
+        P *= stage.calls_generator  # a step excludes evaluations
         steps = options.sampling.max_new_tokens * -(-P * options.samples_per_prompt // slots)
         longest = self.config.max_length if self._prefills_completions else prompts
         lengths = {
@@ -397,7 +399,7 @@ class Sampling:
         params = {path: stage.state.policy.params[path] for path in copies.paths}
         lower = lambda: copies.lower(params, again=not self._drops_copy)  # noqa: E731
         kind, times = (
-            (ProgramName.RESHARD, int(stage.generates))
+            (ProgramName.RESHARD, int(stage.calls_generator))
             if self._drops_copy
             else (ProgramName.QUANTISED_COPY, stage.options.updates_per_step)
         )

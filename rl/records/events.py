@@ -180,7 +180,7 @@ class Events:
         tokens: Sequence[np.ndarray],
         references: Sequence[Reference] = (),
     ) -> None:
-        """Records completions (rl/stages/sampling/rollouts.py:records), their tokens, and
+        """Records completions (rl/stages/sampling/records.py), their tokens, and
         thumbnails of their pictures.
 
         references: pictures and sounds of the prompts; those of prompts that are not recorded are

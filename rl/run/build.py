@@ -261,7 +261,7 @@ def slots(config: RunConfig, layout: Layout) -> int:
     up to a power of two, and to a slot for each device."""
     options = config.generator
     evaluation = config.evaluation
-    sampled = [each for each in config.stages if rl.stages.kind_of(each).samples_completions]
+    sampled = [each for each in config.stages if rl.stages.kind_of(each).trains_on_rollouts]
     counts = [each.prompts_per_step * each.samples_per_prompt for each in sampled]
     if evaluation is not None:
         problems = evaluation.problems * len(datasets_of(evaluation.data))

@@ -498,7 +498,7 @@ def _teacher(config: RunConfig, stage: Any) -> Iterator[Fault]:
             f"{stage.teacher.weights}; leave one out"
         )
         yield Fault(text, key=(*path, "weights"))
-    if stage.teacher.files and stage.samples_completions:
+    if stage.teacher.files and stage.trains_on_rollouts:
         yield Fault(
             f"files hold numbers for rows of data, and {stage.name} samples its tokens; give "
             "`source`",

@@ -7,7 +7,7 @@ from policy.mesh import processes
 from rl.errors import ConfigError
 from rl.run.state import Run
 from rl.stages.sampling.evaluation import params_of
-from rl.stages.sampling.rollouts import greedy_params, sampling_params
+from rl.stages.sampling.params import greedy_params, sampling_params
 
 
 def compile_generator(run: Run) -> None:

@@ -3,7 +3,7 @@
     rollout -> _sample_stages -> _sample_stage:
         producer of the stage -> generator -> rewards -> events, samples
 
-The producer of a stage (rl/stages/sampling/producer.py) makes the groups, as for a step that trains
+The producer of a stage (rl/stages/producers/interface.py) makes the groups, as for a step that trains
 on them. Nothing trains here: there is no optimizer, no critic, no reference model and no checkpoint,
 and the weights stay those of the configuration, version 0.
 """
@@ -21,7 +21,7 @@ import numpy as np
 import rl.stages
 from rewards.registry import REWARD_MODEL
 from rewards.text import quoted
-from rl.accounting.flops import Operations, memory_share, rates
+from rl.accounting.flops import Operations
 from rl.accounting.program_memory import ProgramMemoryLog
 from rl.config.changes import differences, stage_of
 from rl.config.run import RunConfig
@@ -45,14 +45,14 @@ from rl.run.steps.outlook import step_metrics
 from rl.run.steps.start import start_run
 from rl.stages.context import Progress
 from rl.stages.online import Stage
-from rl.stages.sampling import by_source, rollouts
+from rl.stages.sampling.metrics import generator_flops, generator_rates, group_metrics
+from rl.stages.sampling.records import write_samples
 from rl.stages.sampling.unscored import check_scored
 from rl.stages.scorers import load_scorers
 from rl.stages.sharing import sharing_of
 from rl.stages.stage import StageKind
 from rl.training.trainer import RunState
 from rl.training.updater import ParamState
-from rollout.collect import Rollouts
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,9 @@ def check(config: RunConfig) -> None:
 def sampling_stages(stages: Sequence[StageKind]) -> list[Stage]:
     """Returns the stages that sample new completions to train on."""
     return [
-        stage for stage in stages if isinstance(stage, Stage) and stage.create_producer().generates
+        stage
+        for stage in stages
+        if isinstance(stage, Stage) and stage.create_producer().calls_generator
     ]
 
 
@@ -288,34 +290,30 @@ def _sample(run: Run, stage: Stage, step: int) -> dict[str, float]:
     # The weights stay, and the cache would make the bits of a step depend on the steps before.
     run.generator.reset_prefix_cache()
     with run.resharded() as metrics, run.timeline.span("sampling"):
-        sampled = stage.producer.take(stage.options.prompts_per_step)
+        rollouts = stage.take_groups()
     with run.timeline.span("waiting for rewards") as span:
-        scores = sampled.scores.result()
+        scores = rollouts.scores.result()
     check_scored(stage, scores)
     if run.config.run.samples.keeps_step(step):
         with run.timeline.span("writing samples"):
-            no_advantages = np.full(len(sampled.trajectories), np.nan)
-            lines = rollouts.records(sampled, scores, stage.name, step, no_advantages)
-            tokens = rollouts.token_records(sampled)
-            run.events.samples(lines, tokens, rollouts.references(sampled))
+            no_advantages = np.full(len(rollouts.trajectories), np.nan)
+            write_samples(run.events, stage.name, step, rollouts, scores, no_advantages)
     drafted = run.config.generator.speculative > 0
-    metrics |= rollouts.metrics(sampled, scores, drafted=drafted) | dict(sampled.metrics)
-    metrics |= by_source.of_rollouts(sampled, scores) | _work(run, sampled)
-    metrics |= {} if run.tables is None else run.tables.metrics()
-    drawn = run.progress.examples_drawn / stage.examples_of_pass
-    return metrics | {"data/epoch": drawn, "time/reward": span.seconds}
-
-
-def _work(run: Run, sampled: Rollouts) -> dict[str, float]:
-    """Returns the rates of sampling, and the operations and tokens of the step."""
-    assert sampled.counts is not None
-    layout = run.model.graph.layout
-    flops = rollouts.operations(sampled, Operations(run.model.graph))
-    tokens = sampled.counts["tokens"]
-    read = sampled.counts["steps"] * run.generator.weight_bytes
-    metrics = rates("sample", flops, tokens, sampled.seconds, layout)
-    metrics |= memory_share(read, sampled.seconds, layout)
-    return metrics | {"perf/step_tflop": flops / 1e12, "perf/step_tokens": float(tokens)}
+    operations = Operations(run.model.graph)
+    assert rollouts.counts is not None
+    return (
+        metrics
+        | group_metrics(rollouts, scores, drafted=drafted)
+        | dict(rollouts.metrics)
+        | generator_rates(rollouts, operations, run.generator, run.model.graph.layout)
+        | ({} if run.tables is None else run.tables.metrics())
+        | {
+            "perf/step_tflop": generator_flops(rollouts, operations) / 1e12,
+            "perf/step_tokens": float(rollouts.counts["tokens"]),
+            "data/epoch": run.progress.examples_drawn / stage.examples_of_pass,
+            "time/reward": span.seconds,
+        }
+    )
 
 
 def _stop_if_asked(run: Run, stage: Stage, step: int, written: bool) -> None:

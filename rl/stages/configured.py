@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl.config.data import datasets_of
+from rl.config.stage import PRODUCER_OPTIONS
 from rl.data import models, towers
 from rl.data.datasets import has_sources
 from rl.errors import Fault
@@ -52,8 +53,9 @@ class LargestGroup:
 class ConfiguredStage:
     """A stage as its configuration describes it. Free of jax."""
 
-    samples_completions: ClassVar[bool] = False
-    """Whether a step samples completions."""
+    trains_on_rollouts: ClassVar[bool] = False
+    """Whether a step trains on completions of prompts that a policy sampled, in this run or in an
+    earlier one."""
     trains_policy: ClassVar[bool] = True
     """Whether a step changes the policy, which is then evaluated."""
     sequences_per_row: ClassVar[int] = 1
@@ -79,6 +81,16 @@ class ConfiguredStage:
         return self.algorithm.inputs | repeated
 
     @property
+    def calls_generator(self) -> bool:
+        """Whether a step calls the generator: it does not where all its rollouts are recorded."""
+        return False
+
+    @property
+    def samples_further(self) -> bool:
+        """Whether a step samples other completions besides its groups, as greedy ones."""
+        return False
+
+    @property
     def datasets(self) -> list[DataOptions]:
         """Returns the datasets of the stage, or of the run; [] without one."""
         return datasets_of(self.options.data or self.config.data)
@@ -91,7 +103,7 @@ class ConfiguredStage:
     @property
     def rewards(self) -> Any:
         """Returns the RewardSettings of the stage, or of the run; None where nothing is scored."""
-        rewarded = self.samples_completions or (
+        rewarded = self.trains_on_rollouts or (
             self.config.evaluation is not None and self.trains_policy
         )
         return (self.options.rewards or self.config.rewards) if rewarded else None
@@ -106,7 +118,7 @@ class ConfiguredStage:
     def max_kept(self) -> int:
         """Returns the most ids that filters leave which the batch has for each token; 0: it has
         none."""
-        return filters.recorded(self.options.sampling) if self.samples_completions else 0
+        return filters.most_recorded(self.options.sampling) if self.trains_on_rollouts else 0
 
     @property
     def optimizers(self) -> list[str]:
@@ -136,7 +148,7 @@ class ConfiguredStage:
         limit = self.config.max_length
         if self.answers_share_prompts:
             return LargestGroup(2, limit // 2, limit - limit // 2)
-        if self.samples_completions and options.samples_per_prompt > 1:
+        if self.trains_on_rollouts and options.samples_per_prompt > 1:
             own = options.sampling.max_new_tokens
             return LargestGroup(options.samples_per_prompt, limit - own, own)
         return None
@@ -147,7 +159,7 @@ class ConfiguredStage:
         beginnings; None: nothing does."""
         options = self.options
         if self.group is None:
-            if self.samples_completions:
+            if self.trains_on_rollouts:
                 return (
                     f"stages.{self.index}.samples_per_prompt: 1",
                     "a prompt with one completion is not repeated",
@@ -239,7 +251,7 @@ class ConfiguredStage:
 
     def _unheld(self) -> str | None:
         """Returns why the stage has no loss on held-out rows, or None."""
-        if self.samples_completions:
+        if self.trains_on_rollouts:
             return "has no loss of rows: it samples completions"
         if "teacher" in self.inputs:
             return (
@@ -255,7 +267,7 @@ class ConfiguredStage:
         if self.index == 0:
             yield from _cache_remarks(self.config)
         sampling = self.options.sampling
-        if self.samples_completions and sampling.filters == "ignore" and filters.filters(sampling):
+        if self.trains_on_rollouts and sampling.filters == "ignore" and filters.filters(sampling):
             yield (
                 f"stages.{self.index}.sampling.filters: ignore: completions come from the "
                 "filtered distribution and the log-probabilities of the loss from the full one, "
@@ -318,7 +330,7 @@ class ConfiguredStage:
         sampling = self.options.sampling
         own = {"min_tokens": sampling.min_tokens, "bad_words": tuple(sampling.bad_words)}
         for name, value in own.items():
-            if value and not self.samples_completions:
+            if value and not self.trains_on_rollouts:
                 yield Fault(
                     f"{self.options.algorithm.name} samples no completions to learn from, and "
                     f"evaluations have `evaluation.{name}`; leave it out",
@@ -338,12 +350,13 @@ class ConfiguredStage:
                 "it out, or set it in stages that sample",
                 key=(*self.path, "router_replay"),
             )
-        if self.options.rollouts is not None:
-            yield Fault(
-                f"{self.options.algorithm.name} learns from data that no policy sampled; leave it "
-                "out",
-                key=(*self.path, "rollouts"),
-            )
+        for key in PRODUCER_OPTIONS:
+            if getattr(self.options, key) is not None:
+                yield Fault(
+                    f"{self.options.algorithm.name} learns from data that no policy sampled; leave "
+                    "it out",
+                    key=(*self.path, key),
+                )
         if self.config.evaluation and self.trains_policy:
             yield from self._check_room()
 

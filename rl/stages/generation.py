@@ -10,7 +10,7 @@ from policy.huggingface import generation_config
 from rl.data import models
 from rl.errors import ModelError
 from rl.stages import kind_of
-from rl.stages.sampling import rollouts
+from rl.stages.sampling.params import sampling_params
 
 if TYPE_CHECKING:
     from rl.config.run import RunConfig
@@ -43,8 +43,8 @@ def keys(context: Context) -> dict[str, Any]:
 
 def last_params(config: RunConfig, stop_ids: tuple[int, ...]) -> SamplingParams:
     """Returns how the last stage that samples does so, or the last stage if none does."""
-    return rollouts.sampling_params((_last_sampled(config) or config.stages)[-1].sampling, stop_ids)
+    return sampling_params((_last_sampled(config) or config.stages)[-1].sampling, stop_ids)
 
 
 def _last_sampled(config: RunConfig) -> list[StageOptions]:
-    return [stage for stage in config.stages if kind_of(stage).samples_completions]
+    return [stage for stage in config.stages if kind_of(stage).trains_on_rollouts]

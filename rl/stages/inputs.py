@@ -22,7 +22,8 @@ import numpy as np
 
 from rl.accounting.flops import rates
 from rl.accounting.program_names import ProgramName
-from rl.stages.sampling.rollouts import by_row, greedy_params, one_row_each
+from rl.stages.sampling.batches import by_row, one_row_each
+from rl.stages.sampling.params import greedy_params
 from rl.stages.sampling.staleness import stale_tokens
 from rl.stages.shapes import abstract_batch, abstract_rows, with_structure
 from rl.stages.stage import Program, StageKind
@@ -56,11 +57,12 @@ class StepData:
     rollouts: the groups. scores: the scores of each reward function, and their weighted sums.
     rewards: float[P,G], the sums as `advantages` takes them (float[P,G,F], each function, under
     `each_reward`). arguments: keyword arguments of `Algorithm.estimate`, which passes them to
-    `advantages`. stale: whether older weights sampled a token that is trained on. current: the
-    batch with the log-probabilities under the current policy, if `current_logp` provides them.
+    `advantages`. stale: whether older weights sampled a token that is trained on. current_policy_batch:
+    the batch with the log-probabilities under the current policy as `old_logp`, if `current_logp`
+    provides them.
     trainer_logp: float32[N,T], log-probabilities under the weights before the updates, if a pass of
     the training graph computed them. token_outputs: arrays [N,T] that the updates computed, by
-    name, and `gap` of tokens.bin. advantages: of each trajectory, the mean over its tokens.
+    name, and `logp_diff`, which is `gap` in tokens.bin. advantages: of each trajectory, the mean over its tokens.
     flops_before: `total_flops` of the trainer before the step.
     """
 
@@ -73,7 +75,7 @@ class StepData:
     advantages: np.ndarray | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
     stale: bool = False
-    current: Any = None
+    current_policy_batch: Any = None
     trainer_logp: np.ndarray | None = None
     token_outputs: dict[str, np.ndarray] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
@@ -246,7 +248,7 @@ def _old_pass_needed(stage: StageKind) -> bool:
     `Model.logprobs`, and its log-probabilities are those of `Model.logprobs`, bit for bit
     (docs/exact.md).
     """
-    exact = stage.samples_completions and stage.config.generator.exact
+    exact = stage.trains_on_rollouts and stage.config.generator.exact
     return "old_logp" in stage.inputs and not (exact and "entropy" not in stage.inputs)
 
 
@@ -281,12 +283,12 @@ def current_logp(stage: StageKind, data: StepData) -> None:
     stale_NT = stale_tokens(data.batch, cast(Any, stage).current_version)
     if not stale_NT.any():
         return
-    data.current = data.batch
+    data.current_policy_batch = data.batch
     if data.batch.old_logp is None:
         logp, entropy = stage.trainer.logprobs(
             data.state.policy.params, data.batch, data.media_rows
         )
-        data.current = data.batch.replace(old_logp=logp, entropy=entropy)
+        data.current_policy_batch = data.batch.replace(old_logp=logp, entropy=entropy)
         data.trainer_logp = logp
 
 

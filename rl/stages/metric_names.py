@@ -245,13 +245,13 @@ _CONDITIONS = (
     ),
     _Condition(
         "(reward|advantage|completion|dynamic|async|sampler|clip_ratio)/|rewards/.+/|time/sample$",
-        lambda stage: stage.samples_completions,
+        lambda stage: stage.trains_on_rollouts,
         "this stage samples no completions",
     ),
     _Condition(
         "(async|dynamic|generator|speculative)/|reward/(faults|timeouts|not_applicable|retried)$|"
         "data/epoch$|source/.+/epoch$|time/reward_|perf/(sample_|mfu_sample$)",
-        lambda stage: stage.options.rollouts is None,
+        lambda stage: not stage.trains_on_rollouts or stage.calls_generator,
         "it samples nothing, and takes recorded samples (`rollouts`)",
     ),
     _Condition("source/", lambda stage: stage.has_sources, "its data have one source"),
@@ -263,7 +263,7 @@ _CONDITIONS = (
     ),
     _Condition(
         "source/.+/(reward_mean|frac_zero_std|mean_length)$",
-        lambda stage: stage.samples_completions,
+        lambda stage: stage.trains_on_rollouts,
         "this stage samples no completions",
     ),
     _Condition(

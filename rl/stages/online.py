@@ -1,28 +1,32 @@
-"""A stage that takes groups of trajectories from a producer, gets their rewards and trains on them.
+"""A stage that takes groups of trajectories from a producer, waits for their rewards and trains on
+them.
 
 P prompts, G trajectories of each; N rows of a batch, one for each segment; T tokens.
 """
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.accounting.flops import memory_share, rates
 from rl.accounting.program_names import ProgramName
 from rl.errors import Fault
 from rl.stages import inputs
 from rl.stages.inputs import StepData
-from rl.stages.sampling import by_source, filters, rollouts
-from rl.stages.sampling.dynamic import DynamicSampling
-from rl.stages.sampling.recorded import Recorded
-from rl.stages.sampling.staleness import check_difference, difference, gap, stale_tokens, staleness
-from rl.stages.sampling.synchronous import Synchronous
-from rl.stages.sampling.taught import Taught
+from rl.stages.producers import choice
+from rl.stages.sampling import batches, checks, filters
+from rl.stages.sampling.metrics import generator_flops, generator_rates, group_metrics
+from rl.stages.sampling.records import write_samples
+from rl.stages.sampling.staleness import (
+    check_logp_diff,
+    logp_diff,
+    mean_logp_diff,
+    stale_tokens,
+    staleness,
+)
 from rl.stages.sampling.unscored import check_scored
 from rl.stages.scorers import abstract_teacher
 from rl.stages.shapes import abstract_batch, abstract_rows, update_programs
@@ -33,42 +37,48 @@ from rollout.collect import Rollouts
 if TYPE_CHECKING:
     from policy.model import Graph
     from rl.config.data import DataOptions
+    from rl.config.run import RunConfig
     from rl.data.reader import DataReader
     from rl.data.shard import Shard
     from rl.stages.context import Context
-    from rl.stages.sampling.producer import Producer
+    from rl.stages.producers.interface import Producer
     from rl.training.batch import Batch
     from rl.training.trainer import RunState
 
 
-# Share of the tokens of a step that leave the loss for want of room for their ids, above which the
-# run says so.
-MANY = 0.1
+NOTED_OVERFLOW = 0.1
+"""Share of the tokens of a step that leave the loss for want of room for their ids, above which the
+run says so."""
 
 
 class Stage(StageKind):
     """Updates the policy, and a critic if the algorithm has one, on completions that the policy
     samples."""
 
-    samples_completions = True
-    producer: Producer
+    trains_on_rollouts = True
     _overflow_noted = False
+
+    def __init__(self, config: RunConfig, index: int):
+        super().__init__(config, index)
+        self.producer = self.create_producer()
+
+    def create_producer(self) -> Producer:
+        """Returns what makes the groups of a step."""
+        return choice.create(self)
 
     @property
     def inputs(self) -> frozenset[str]:
         """Adds `current_logp` if groups may be stale and `exact` or `max_logp_diff` uses it."""
         exact = self.config.generator.exact and self.algorithm.old_logp == "trainer"
-        limited = self.options.max_logp_diff is not None and self.options.rollouts is None
-        compared = exact or limited
-        return super().inputs | (
-            {"current_logp"} if compared and not self.create_producer().on_policy else frozenset()
-        )
+        limited = self.options.max_logp_diff is not None and self.producer.versions_of_this_run
+        needed = (exact or limited) and not self.producer.on_policy
+        return super().inputs | ({"current_logp"} if needed else frozenset())
 
     @property
     def current_version(self) -> int | None:
         """The version of the current weights, which staleness.py compares with those of tokens;
-        None with `rollouts`, where versions count the updates of the earlier run."""
-        return None if self.options.rollouts is not None else self.context.progress.version
+        None where versions count the updates of an earlier run."""
+        return self.context.progress.version if self.producer.versions_of_this_run else None
 
     @property
     def rows_per_update(self) -> int:
@@ -82,82 +92,22 @@ class Stage(StageKind):
         completion.
         """
         shared = "values" in self.inputs and self.algorithm.critic_trunk == "policy"
-        return shared and self.create_producer().on_policy
+        return shared and self.producer.on_policy
+
+    @property
+    def samples_further(self) -> bool:
+        return inputs.any_at(self, inputs.SAMPLING)
 
     def _check_kind(self) -> Iterator[Fault]:
-        stage = self.options
-        name = self.options.algorithm.name
-        if not self.rewards:
-            yield Fault(
-                f"{name} needs rewards, here or for all stages (`rewards`)",
-                key=(*self.path, "rewards"),
-            )
-        if stage.samples_per_prompt == 1 and (
-            self.algorithm.dynamic_batches or _compares_groups(self.algorithm)
-        ):
-            yield Fault(
-                f"{name} compares the completions of a prompt, and a single one teaches nothing; "
-                "use 2 or more",
-                key=(*self.path, "samples_per_prompt"),
-            )
-        if stage.sampling.temperature == 0:
-            yield Fault(
-                "0 is greedy: nothing to learn from equal completions",
-                key=(*self.path, "sampling", "temperature"),
-            )
-        if self.max_kept and stage.sampling.top_k > stage.sampling.max_kept:
-            yield Fault(
-                f"{stage.sampling.max_kept} ids of a token are recorded, but top_k leaves "
-                f"{stage.sampling.top_k}, and such "
-                "a token leaves the loss; raise max_kept to at least top_k",
-                key=(*self.path, "sampling", "max_kept"),
-            )
-        if stage.rollouts is not None:
-            yield from self._check_recorded()
+        yield from checks.faults(self)
+        yield from self.producer.faults()
         yield from self._check_no_capacity()
         yield from self._check_room()
 
-    def _check_recorded(self) -> Iterator[Fault]:
-        """Yields the faults of a stage that trains on the samples of an earlier run."""
-        key = (*self.path, "rollouts")
-        if self.options.curriculum is not None:
-            yield Fault("the samples say which rows a step takes; leave out curriculum", key=key)
-        if self.options.steps is None:
-            yield Fault("samples are recorded by step: set `steps`, not `epochs`", key=key)
-        if self.max_kept:
-            yield Fault(
-                "samples do not say which ids filters left, over which the loss would be; set "
-                "sampling.filters=ignore",
-                key=key,
-            )
-        if inputs.any_at(self, inputs.SAMPLING):
-            yield Fault(
-                f"{self.options.algorithm.name} samples greedy completions of the prompts as well, "
-                "and samples lack the long columns that their rewards may need; leave out rollouts, "
-                "or use another algorithm",
-                key=key,
-            )
-        if self.options.router_replay:
-            yield Fault(
-                "samples do not say which experts computed them; leave out router_replay", key=key
-            )
-
     def remarks(self) -> Iterator[str]:
-        """Adds the settings that have no effect with `rollouts`."""
+        """Adds the settings that have no effect with the producer."""
         yield from super().remarks()
-        if self.options.rollouts is None:
-            return
-        place = f"stages.{self.index}"
-        if self.algorithm.dynamic_batches:
-            yield (
-                f"{place}.algorithm.dynamic_batches: no effect with rollouts: the groups are those "
-                "that the earlier run trained on"
-            )
-        if self.options.max_logp_diff is not None:
-            yield (
-                f"{place}.max_logp_diff: no effect with rollouts: other weights than the current "
-                "ones may have drawn the tokens"
-            )
+        yield from self.producer.remarks()
 
     def read(self, reader: DataReader, source: DataOptions, held_out: bool = False) -> Shard:
         return reader.problems(source, self.options)
@@ -169,19 +119,20 @@ class Stage(StageKind):
         reader.check_words(self.options.sampling.bad_words, f"stages.{self.index}.sampling")
 
     def prompts(self) -> list:
-        return list(self.rows.own) if self.generates else []
+        return list(self.rows.own) if self.calls_generator else []
 
     def bind(self, graph: Graph) -> None:
         from rl.training.trainer import Trainer
 
-        how: dict[str, Any] = {
-            "temperature": self.options.sampling.temperature,
-            "returns_tokens": True,
-        }
-        how["teacher"] = abstract_teacher(self.config, self.teacher, self.algorithm, graph.layout)
-        state = inputs.state_of(self.inputs)
         self.trainer = Trainer(
-            graph, self.options, self.algorithm, self.config.seed, state=state, **how
+            graph,
+            self.options,
+            self.algorithm,
+            self.config.seed,
+            state=inputs.state_of(self.inputs),
+            temperature=self.options.sampling.temperature,
+            returns_tokens=True,
+            teacher=abstract_teacher(self.config, self.teacher, self.algorithm, graph.layout),
         )
         self.trainer.sharing = sharing_of(self, graph)
 
@@ -203,27 +154,15 @@ class Stage(StageKind):
             if not sampled or self.algorithm.bootstrap_truncated:
                 yield each
 
-    def create_producer(self) -> Producer:
-        """Returns what makes the groups of a step. `start` restores its state."""
-        if self.options.rollouts is not None:
-            return Recorded(self, self.options.rollouts)
-        producer: Producer = Synchronous(self)
-        if self.options.curriculum is not None:
-            producer = Taught(producer, self)
-        if self.algorithm.dynamic_batches:
-            return DynamicSampling(producer, self)
-        return producer
-
     def check_groups(self) -> None:
-        self.create_producer().check()
+        self.producer.check_files()
 
     @property
-    def generates(self) -> bool:
-        return self.create_producer().generates or inputs.any_at(self, inputs.SAMPLING)
+    def calls_generator(self) -> bool:
+        return self.producer.calls_generator or self.samples_further
 
     def start(self, context: Context, restored: RunState | None = None) -> RunState:
         state = super().start(context, restored)
-        self.producer = self.create_producer()
         self.producer.restore(context.progress.producer)
         return state
 
@@ -243,22 +182,24 @@ class Stage(StageKind):
             from policy.modes import VALUE_HEAD
 
             context.generator.set_value_head(data.state.critic.params[VALUE_HEAD])
-        weights = context.resharded() if self.generates else contextlib.nullcontext({})
+        weights = context.resharded() if self.calls_generator else nullcontext({})
         with weights as metrics, context.timeline.span("sampling"):
-            data.rollouts = self._next_groups(self.options.prompts_per_step)
+            data.rollouts = self.take_groups()
             data.metrics |= data.rollouts.metrics
             inputs.provide(self, data, inputs.SAMPLING)
         data.metrics |= metrics
 
-    def _next_groups(self, count: int) -> Rollouts:
-        """Returns the groups of the step. Raises ValueError for another number of groups."""
-        taken = self.producer.take(count)
-        if len(taken.groups) != count:
+    def take_groups(self) -> Rollouts:
+        """Returns the groups of the next step from the producer. Raises ValueError for another
+        number of groups than a step has."""
+        count = self.options.prompts_per_step
+        rollouts = self.producer.take(count)
+        if len(rollouts.groups) != count:
             raise ValueError(
-                f"{type(self.producer).__name__}.take returned {len(taken.groups)} groups, and the "
-                f"step has {count} (prompts_per_step)"
+                f"{type(self.producer).__name__}.take returned {len(rollouts.groups)} groups, and "
+                f"the step has {count} (prompts_per_step)"
             )
-        return taken
+        return rollouts
 
     def _train(self, data: StepData, n: int) -> tuple[RunState, dict[str, float]]:
         """Makes `updates_per_step` updates, each on complete groups, and writes the samples.
@@ -272,49 +213,54 @@ class Stage(StageKind):
         # With stale tokens the mean includes changes of the policy; `log_probabilities` has then
         # checked the others.
         if not data.stale:
-            check_difference(self.options.max_logp_diff, updated.get("sampler/logp_diff_mean"))
+            check_logp_diff(self.options.max_logp_diff, updated.get("sampler/logp_diff_mean"))
         state = self._renew_reference(state, n)
         self._write_samples(data, n)
         return state, self._metrics(data) | updated
 
     def _make_batch(self, data: StepData) -> None:
-        """Puts the completions into rows for the device."""
-        assert data.rollouts is not None
-        context = self.context
-        length = self.config.max_length
-        replay = self.options.router_replay
-        values = self.sampled_values
-        with context.timeline.span("batch"):
-            batch = rollouts.to_batch(data.rollouts, length, replay=replay, values=values)
+        """Puts the segments of the trajectories into rows for the device."""
+        rollouts = data.rollouts
+        assert rollouts is not None
+        with self.context.timeline.span("batch"):
+            data.batch = batches.to_batch(
+                rollouts,
+                self.config.max_length,
+                replay=self.options.router_replay,
+                values=self.sampled_values,
+            )
             if self.max_kept:
-                segments = [row.segment for row in data.rollouts.rows]
-                vocabulary = self.trainer.graph.config.vocab_size
-                batch, metrics = filters.with_kept(batch, segments, self.max_kept, vocabulary)
-                data.metrics |= metrics
-                self._note_overflow(metrics.get("sampler/kept_overflow", 0.0))
+                self._add_kept_ids(data, rollouts)
         if self.algorithm.mask_truncated:
-            complete_N = [not trajectory.truncated for trajectory in data.rollouts.trajectories]
-            complete_N = rollouts.by_row(data.rollouts, np.asarray(complete_N, np.float32))
-            batch = batch.replace(mask=batch.mask * complete_N[:, None])
-        self._check_rows(data.rollouts)
-        data.batch = batch
-        if context.tables is not None:
-            expanded = [group.problem.expanded for group in data.rollouts.groups]
-            data.table = context.media_table(expanded, again=True)
-            data.batch = data.table.add(batch, rollouts.expanded_at(data.rollouts))
+            ended = [not trajectory.truncated for trajectory in rollouts.trajectories]
+            ended_N = batches.by_row(rollouts, np.asarray(ended, np.float32))
+            data.batch = data.batch.replace(mask=data.batch.mask * ended_N[:, None])
+        self._check_rows(rollouts)
+        if self.context.tables is not None:
+            expanded = [group.problem.expanded for group in rollouts.groups]
+            data.table = self.context.media_table(expanded, again=True)
+            data.batch = data.table.add(data.batch, batches.expanded_at(rollouts))
 
-    def _check_rows(self, sampled: Rollouts) -> None:
+    def _check_rows(self, rollouts: Rollouts) -> None:
         """Raises ValueError for trajectories of several rows where losses or mini-batches count
         rows."""
         if self.options.updates_per_step > 1:
-            rollouts.one_row_each(sampled, "updates_per_step above 1")
+            batches.one_row_each(rollouts, "updates_per_step above 1")
         if getattr(self.algorithm, "aggregation", None) != "token":
-            rollouts.one_row_each(sampled, "a loss that counts sequences")
+            batches.one_row_each(rollouts, "a loss that counts sequences")
+
+    def _add_kept_ids(self, data: StepData, rollouts: Rollouts) -> None:
+        """Adds the ids that filters of the sampler kept for each token."""
+        segments = [row.segment for row in rollouts.rows]
+        vocabulary = self.trainer.graph.config.vocab_size
+        data.batch, metrics = filters.with_kept(data.batch, segments, self.max_kept, vocabulary)
+        data.metrics |= metrics
+        self._note_overflow(metrics.get("sampler/kept_overflow", 0.0))
 
     def _note_overflow(self, share: float) -> None:
         """Shows, once a stage, that many tokens leave the loss because filters leave more ids than
         are recorded."""
-        if share > MANY and not self._overflow_noted:
+        if share > NOTED_OVERFLOW and not self._overflow_noted:
             self._overflow_noted = True
             self.context.events.note(
                 f"{self.name}: the filters leave {share:.0%} of the tokens more than "
@@ -332,8 +278,8 @@ class Stage(StageKind):
             data.scores = scores = data.rollouts.scores.result()
         data.metrics["time/reward"] = span.seconds
         check_scored(self, scores)
-        unscored_N = rollouts.by_row(data.rollouts, ~np.isfinite(scores.total))
-        data.batch = data.batch.without(unscored_N)
+        unscored_N = batches.by_row(data.rollouts, ~np.isfinite(scores.total))
+        data.batch = data.batch.without_rows(unscored_N)
         data.rewards = scores.total.reshape(
             len(data.rollouts.groups), self.options.samples_per_prompt
         )
@@ -347,16 +293,17 @@ class Stage(StageKind):
         Raises ModelError beyond `max_logp_diff`.
         """
         inputs.run_model_passes(self, data)
-        if data.current is not None:
-            apart = difference(data.current, self.current_version)
-            check_difference(self.options.max_logp_diff, apart)
-        data.batch = self._with_old_logp(data.batch, data.current)
+        current = data.current_policy_batch
+        if current is not None:
+            difference = mean_logp_diff(current, self.current_version)
+            check_logp_diff(self.options.max_logp_diff, difference)
+        data.batch = self._with_old_logp(data.batch, current)
 
     def _with_old_logp(self, batch: Batch, current: Batch | None = None) -> Batch:
         """Returns the batch with the old log-probabilities of the ratio.
 
-        Under `exact` they are the generator's log-probabilities; stale tokens take the ones in
-        `current` instead.
+        Under `exact` they are the generator's log-probabilities; stale tokens take the ones of the
+        current policy instead. current: `StepData.current_policy_batch`.
         """
         if not self.config.generator.exact:
             return batch.replace(old_logp=self.algorithm.select_old_logp(batch))
@@ -381,9 +328,9 @@ class Stage(StageKind):
             )
         data.advantages = advantages
         if advantages.ndim == 1:
-            advantages = rollouts.by_row(data.rollouts, advantages)
+            advantages = batches.by_row(data.rollouts, advantages)
         else:
-            rollouts.one_row_each(data.rollouts, "an algorithm with advantages of tokens")
+            batches.one_row_each(data.rollouts, "an algorithm with advantages of tokens")
             counts = np.maximum((batch.mask != 0).sum(axis=1), 1)
             data.advantages = advantages.sum(axis=1) / counts
         returns = batch.returns if returns is None else returns.astype(np.float32)
@@ -406,7 +353,9 @@ class Stage(StageKind):
         data.token_outputs = _concatenated(parts)
         if parts:
             first_logp = parts[0]["logp"]
-            data.token_outputs["gap"] = gap(batch, data.trainer_logp, first_logp, version)
+            data.token_outputs["logp_diff"] = logp_diff(
+                batch, data.trainer_logp, first_logp, version
+            )
         if not critic_only and batch.mask.any():  # otherwise no update changed the policy
             coefs = self.algorithm.adapt_after_step(
                 progress.adaptive_coefs, data.metrics, len(batch.mask)
@@ -425,51 +374,43 @@ class Stage(StageKind):
 
     def _write_samples(self, data: StepData, n: int) -> None:
         """Writes the trajectories of the step, if `run.samples` keeps them."""
-        sampled = data.rollouts
-        assert sampled is not None and data.scores is not None
+        assert data.rollouts is not None and data.scores is not None
         if not self.config.run.samples.keeps_step(n):
             return
         with self.context.timeline.span("writing samples"):
-            lines = rollouts.records(sampled, data.scores, self.name, n, data.advantages)
-            tokens = rollouts.token_records(sampled, data.batch, data.token_outputs)
-            self.context.events.samples(lines, tokens, rollouts.references(sampled))
+            write_samples(
+                self.context.events,
+                self.name,
+                n,
+                data.rollouts,
+                data.scores,
+                data.advantages,
+                data.batch,
+                data.token_outputs,
+            )
 
     def _metrics(self, data: StepData) -> dict[str, float]:
         """Returns the metrics of the step, without those of its updates."""
-        sampled = data.rollouts
+        rollouts = data.rollouts
         advantages = data.advantages
+        assert rollouts is not None and data.scores is not None and advantages is not None
         context = self.context
-        assert sampled is not None and data.scores is not None and advantages is not None
-        metrics = data.metrics
-        flops = rollouts.operations(sampled, self.trainer.flops)
-        if sampled.counts is not None:
-            layout = context.model.graph.layout
-            read = sampled.counts["steps"] * context.generator.weight_bytes
-            metrics |= rates("sample", flops, sampled.counts["tokens"], sampled.seconds, layout)
-            metrics |= memory_share(read, sampled.seconds, layout)
-        metrics |= {
+        operations = self.trainer.flops
+        layout = context.model.graph.layout
+        flops = generator_flops(rollouts, operations)
+        flops += self.trainer.total_flops - data.flops_before
+        statistics = {
             f"advantage/{name}": float(getattr(advantages, name)())
             for name in ("mean", "std", "min", "max")
         }
-        flops += self.trainer.total_flops - data.flops_before
-        metrics["perf/step_tflop"] = flops / 1e12
         drafted = self.config.generator.speculative > 0
-        metrics |= by_source.of_rollouts(sampled, data.scores)
-        return rollouts.metrics(sampled, data.scores, drafted=drafted) | metrics
-
-
-def _compares_groups(algorithm: Any) -> bool:
-    """Tells whether the advantage of the only completion of a prompt is 0."""
-    rewards_PG = np.array([[1.0], [0.0]])
-    ones_PG = np.ones((2, 1), int)
-    known = {"token_kl": np.zeros((2, 1, 1)), "mask": np.ones((2, 1, 1))}
-    try:
-        takes = inspect.signature(algorithm.advantages).parameters
-        inputs = {name: value for name, value in known.items() if name in takes}
-        advantages = algorithm.advantages(rewards_PG, ones_PG, **inputs)
-    except (AttributeError, TypeError, ValueError):  # it needs a critic or greedy completions
-        return False
-    return not np.any(advantages)
+        return (
+            group_metrics(rollouts, data.scores, drafted=drafted)
+            | data.metrics
+            | generator_rates(rollouts, operations, context.generator, layout)
+            | statistics
+            | {"perf/step_tflop": flops / 1e12}
+        )
 
 
 def _concatenated(parts: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -38,9 +38,11 @@ from rl.errors import ModelError
 from rl.stages import generation
 from rl.stages.configured import ConfiguredStage
 from rl.stages.curriculum import named
-from rl.stages.curriculum.hook import Candidates, Curriculum
-from rl.stages.sampling import by_source, rollouts
+from rl.stages.curriculum.interface import Candidates, Curriculum
+from rl.stages.sampling import by_source
 from rl.stages.sampling.evaluation import Evaluation
+from rl.stages.sampling.params import sampling_params
+from rl.stages.sampling.records import write_samples
 from rl.stages.sharing import sharing_of
 from rollout.collect import Rollouts, Source, collect
 
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from policy.cache.media import MediaTable
     from policy.model import Graph
     from policy.programs.compiled_cache import CompiledCache
+    from rewards import Scores
     from rl.config.data import DataOptions
     from rl.config.run import RunConfig
     from rl.config.stage import StageOptions
@@ -198,7 +201,7 @@ class StageKind(ConfiguredStage, ABC):
 
         Its workers start with the first call.
         """
-        if self.rewards and (self.samples_completions or reader.held_out):
+        if self.rewards and (self.trains_on_rollouts or reader.held_out):
             self.runner = reader.reward_runner(self.rewards, prompts)
 
     # Model.
@@ -288,11 +291,6 @@ class StageKind(ConfiguredStage, ABC):
     def check_groups(self) -> None:
         """Raises DataError for files that a step cannot take its groups from."""
 
-    @property
-    def generates(self) -> bool:
-        """Whether a step calls the generator."""
-        return self.samples_completions
-
     def producer_state(self) -> dict[str, Any]:
         """Returns what a checkpoint holds of the groups that later steps train on, as values that
         JSON can hold. It is `Progress.producer` when the stage goes on."""
@@ -318,7 +316,7 @@ class StageKind(ConfiguredStage, ABC):
 
     def sampling_params(self, **changes: Any) -> SamplingParams:
         """Returns how completions are drawn, with `changes`."""
-        return rollouts.sampling_params(self.options.sampling, self.context.stop_ids, **changes)
+        return sampling_params(self.options.sampling, self.context.stop_ids, **changes)
 
     def collect(
         self, problems, params: SamplingParams, ids, *, counted: bool = True, again: bool = False
@@ -364,10 +362,10 @@ class StageKind(ConfiguredStage, ABC):
             options, held_out, collect, self.sampling_params(), self._record_evaluation, block
         )
 
-    def _record_evaluation(self, *evaluated: Any) -> None:
+    def _record_evaluation(self, step: int, rollouts: Rollouts, scores: Scores) -> None:
         """Writes the samples of an evaluation, if samples are kept."""
         if self.config.run.samples.every:
-            rollouts.record_evaluation(self.context.events, self.name, *evaluated)
+            write_samples(self.context.events, self.name, step, rollouts, scores)
 
     @property
     def draw_seed(self) -> int:
@@ -492,7 +490,7 @@ class StageKind(ConfiguredStage, ABC):
             if mixture is not None:
                 epochs = mixture.epochs(progress.examples_drawn)
                 means |= {f"source/{name}/epoch": value for name, value in epochs.items()}
-            if self.has_sources and not self.samples_completions:
+            if self.has_sources and not self.trains_on_rollouts:
                 means |= by_source.of_rows(self.step_sources)
         flops = self.trainer.total_flops - flops_before
         means |= {} if context.tables is None else context.tables.metrics()

@@ -94,13 +94,13 @@ class Batch:
         """Returns the batch with other arrays."""
         return dataclasses.replace(self, **changes)
 
-    def without(self, rows_N: np.ndarray) -> Batch:
+    def without_rows(self, rows_N: np.ndarray) -> Batch:
         """Returns the batch with the rows `rows_N`, bool[N], as padding, which losses, routers and
         counts skip."""
-        kept = ~rows_N[:, None]
+        others_N1 = ~rows_N[:, None]
         return self.replace(
-            segments=np.where(kept, self.segments, 0).astype(np.int32),
-            mask=np.where(kept, self.mask, 0).astype(np.float32),
+            segments=np.where(others_N1, self.segments, 0).astype(np.int32),
+            mask=np.where(others_N1, self.mask, 0).astype(np.float32),
             prompt=np.where(rows_N, -1, self.prompt).astype(np.int32),
         )
 
@@ -110,7 +110,7 @@ class Batch:
         def padded(a: np.ndarray) -> np.ndarray:
             return np.concatenate([a, np.zeros((rows, *a.shape[1:]), a.dtype)])
 
-        return jax.tree.map(padded, self).without(
+        return jax.tree.map(padded, self).without_rows(
             np.arange(len(self.prompt) + rows) >= len(self.prompt)
         )
 

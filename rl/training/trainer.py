@@ -281,8 +281,7 @@ class Trainer(BatchUpdates):
         """
         if self.stage.router_replay and batch.routes is None:
             raise ValueError(
-                "router_replay: this batch has no routes; take it from rollouts.to_batch(..., "
-                "replay=True)"
+                "router_replay: this batch has no routes; take it from to_batch(..., replay=True)"
             )
         packing, R = self.packing_of(batch)
         if not critic_only:

@@ -17,7 +17,7 @@ import rl.algorithms
 from policy import families
 from policy.config import Runtime
 from policy.mesh.sharding import layout
-from rl.stages.sampling.rollouts import routes_of
+from rl.stages.sampling.batches import routes_of
 from rl.training.trainer import Trainer
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.types import Trajectory

@@ -1,6 +1,6 @@
 """A curriculum of a user: rows whose completions do badly rest for a while."""
 
-from rl.stages.curriculum.hook import Bar, Curriculum, Histogram
+from rl.stages.curriculum.interface import Bar, Curriculum, Histogram
 
 
 class Resting(Curriculum):
@@ -15,7 +15,7 @@ class Resting(Curriculum):
         self._waiting = False
 
     def next(self, count):
-        assert not self._waiting, "the rewards of the rows before have not been told"
+        assert not self._waiting, "the rewards of the rows before have not been observed"
         rows = []
         while len(rows) < count:
             (row,) = self._order.take([self._drawn])
@@ -27,7 +27,7 @@ class Resting(Curriculum):
         self._waiting = True
         return rows
 
-    def told(self, rows, rewards_RG):
+    def observe(self, rows, rewards_RG):
         self._waiting = False
         means = rewards_RG.mean(axis=1)
         self._resting |= {row for row, mean in zip(rows, means, strict=True) if mean < self._least}

@@ -1,4 +1,4 @@
-"""Runs whose rows a hook chooses: the same bits after kills, and the order of a hook that chooses
+"""Runs whose rows a curriculum chooses: the same bits after kills, and the order of one that chooses
 nothing."""
 
 import json
@@ -11,8 +11,8 @@ from rl.records import events, samples
 from rl.views.report.read import read_run
 
 pytestmark = pytest.mark.slow
-HOOK = "tests/end_to_end/own_curricula.py:resting"
-PLAIN = ("stages.1.curriculum=" + HOOK, *launch.LIGHT, "stages.0.steps=1", "stages.2.steps=0")
+OWN = "tests/end_to_end/own_curricula.py:resting"
+PLAIN = ("stages.1.curriculum=" + OWN, *launch.LIGHT, "stages.0.steps=1", "stages.2.steps=0")
 DYNAMIC = (*PLAIN, "stages.1.algorithm.dynamic_batches=2", "stages.1.steps=4")
 CASES = {"plain": PLAIN, "dynamic": DYNAMIC}
 
@@ -36,7 +36,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(case, tmp_path):
     assert shown["title"] == "Rows <at> the start" and shown["bars"][0]["drawn"] > 100
 
 
-def test_the_state_of_the_hook_is_in_the_checkpoint(case):
+def test_the_state_of_the_curriculum_is_in_the_checkpoint(case):
     directory, _ = case
     states = [
         json.loads(file.read_text())["progress"]["producer"].get("curriculum")
@@ -52,11 +52,11 @@ def test_another_curriculum_is_another_run(case, capsys):
     assert "stages.1.curriculum" in capsys.readouterr().err
 
 
-def test_a_hook_that_leaves_out_nothing_changes_nothing(tmp_path):
+def test_a_curriculum_that_leaves_out_nothing_changes_nothing(tmp_path):
     """No reward is below 0, so that no row rests."""
     changes = (*launch.LIGHT, "stages.0.steps=1", "stages.2.steps=0", "stages.1.steps=2")
-    hook = f"stages.1.curriculum={{name: {HOOK}, options: {{least: -1}}}}"
-    assert launch.train(tmp_path / "with", *changes, hook) == 0
+    curriculum = f"stages.1.curriculum={{name: {OWN}, options: {{least: -1}}}}"
+    assert launch.train(tmp_path / "with", *changes, curriculum) == 0
     assert launch.train(tmp_path / "without", *changes) == 0
     launch.assert_same_run(tmp_path / "with", tmp_path / "without")
 

@@ -103,7 +103,7 @@ def test_a_process_without_a_picture_takes_part(tmp_path):
 
 
 def going_on() -> list[dict]:
-    """Steps of text alone; groups that are left over for the next step; a stage that trains the
+    """Steps of text alone; groups that are carried to the next step; a stage that trains the
     tower, with mini-batches that have no picture; one that does not."""
     return [
         COMMON | {"algorithm": "sft", "data": of("text"), "steps": 1},
@@ -130,7 +130,7 @@ def test_a_run_of_text_and_pictures_goes_on_to_the_same_bits_after_kills(tmp_pat
         "sft-2": 2,
     }
     carried = [each["dynamic/carried"] for each in steps["dapo"]]
-    assert carried[1] > 0, "no group is left over, so this test says nothing about them"
+    assert carried[1] > 0, "no group is carried, so this test says nothing about them"
     saved = "run.checkpoint_every=1"
     for lines in (4, 9):  # after the first steps of `dapo` and `grpo`
         running = launch.process(*arguments(killed, going_on(), saved), environment=on_devices(1))

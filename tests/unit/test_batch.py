@@ -25,7 +25,7 @@ def test_few_lengths_occur_and_each_holds_its_rows(limit):
 
 def test_rows_left_out_count_for_nothing_and_the_others_stay():
     batch = padded_batch(rows(4, 5, 6), limit=16)
-    left = batch.without(np.array([False, True, False]))
+    left = batch.without_rows(np.array([False, True, False]))
     assert left.prompt.tolist() == [0, -1, 2] and left.mask.sum(1).tolist() == [2, 0, 3]
     assert left.segments.sum(1).tolist() == [4, 0, 6]
     assert (left.mask.dtype, left.segments.dtype, left.prompt.dtype) == (

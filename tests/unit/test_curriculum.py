@@ -1,5 +1,5 @@
-"""Curricula: which rows a hook may choose, what it is told, and the one that leaves out rows that
-are always or never solved."""
+"""Curricula: which rows one may choose, what it observes, and the one that leaves out rows that are
+always or never solved."""
 
 import json
 import math
@@ -19,11 +19,12 @@ from rl.errors import ConfigError, DataError
 from rl.run.load import load
 from rl.run.prepare import prepare, with_steps
 from rl.stages.curriculum import named, pass_rate
-from rl.stages.curriculum.hook import Candidates, Curriculum
-from rl.stages.sampling.taught import Taught
+from rl.stages.curriculum.interface import Candidates, Curriculum
+from rl.stages.producers.curriculum_feedback import CurriculumFeedback
+from rl.stages.producers.interface import Producer
 from rl.views.report import sections
 
-HOOK = str(Path(__file__).parents[1] / "end_to_end" / "own_curricula.py") + ":resting"
+OWN = str(Path(__file__).parents[1] / "end_to_end" / "own_curricula.py") + ":resting"
 RATES = (0.0, 0.25, 1.0, None, 0.999, 0.1, 1.0)
 
 
@@ -165,8 +166,8 @@ def test_pass_rates_that_cannot_be_used_are_refused(rates, options, message):
             {"name": "pass_rate", "options": {"rollouts": "nowhere"}},
             "options.rollouts: `rollouts`: nowhere has no samples.jsonl",
         ),
-        ({"name": HOOK, "options": {"most": 1}}, "options.most: .* has no option `most`"),
-        (f"{HOOK}s", "name: curriculum .*own_curricula.py:restings: no function 'restings'"),
+        ({"name": OWN, "options": {"most": 1}}, "options.most: .* has no option `most`"),
+        (f"{OWN}s", "name: curriculum .*own_curricula.py:restings: no function 'restings'"),
     ],
 )
 def test_a_curriculum_that_cannot_be_used_is_refused(options, message, tmp_path):
@@ -261,10 +262,10 @@ def test_a_process_without_a_row_of_its_own_scores_too(tmp_path):
 
 def test_kto_takes_no_curriculum(tmp_path):
     with pytest.raises(ConfigError, match="stages.0.curriculum: a curriculum chooses rows"):
-        config(tmp_path, algorithm="kto", curriculum=HOOK)
+        config(tmp_path, algorithm="kto", curriculum=OWN)
 
 
-def test_what_a_hook_returns_is_checked():
+def test_what_a_curriculum_returns_is_checked():
     class Wrong(Curriculum):
         def __init__(self, rows):
             self._rows = rows
@@ -286,15 +287,14 @@ def no_curriculum(candidates):
     return {}
 
 
-def test_rewards_are_told_before_the_next_rows_and_before_a_checkpoint():
+def test_rewards_are_observed_before_the_next_rows_and_before_a_checkpoint():
     calls = []
 
     class Listening(Curriculum):
-        def told(self, rows, rewards_RG):
+        def observe(self, rows, rewards_RG):
             calls.append((list(rows), rewards_RG.tolist()))
 
-    class Producer:
-        generates, on_policy = True, True
+    class Numbered(Producer):
         rows = iter(range(10))
 
         def take(self, count):
@@ -310,15 +310,15 @@ def test_rewards_are_told_before_the_next_rows_and_before_a_checkpoint():
         def state(self):
             return {"inner": 1}
 
-    taught = Taught(Producer(), SimpleNamespace(curriculum=Listening()))
-    taught.take(2)
+    feedback = CurriculumFeedback(Numbered(None), SimpleNamespace(curriculum=Listening()))
+    feedback.take(2)
     assert calls == ["take"]
-    taught.take(1)
+    feedback.take(1)
     assert calls[1:] == [([0, 1], [[0.0, 1.0], [2.0, 3.0]]), "take"]
-    assert taught.state() == {"inner": 1}
+    assert feedback.state() == {"inner": 1}
     assert calls[3:] == [([2], [[0.0, 1.0]])]
-    taught.take(1)
-    assert calls[4:] == ["take"]  # told once
+    feedback.take(1)
+    assert calls[4:] == ["take"]  # observed once
 
 
 def test_the_report_draws_the_histogram_and_escapes_it():

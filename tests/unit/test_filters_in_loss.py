@@ -26,8 +26,8 @@ from rl.data.datasets import Example
 from rl.data.encoded import Problem
 from rl.run.build import generator_options
 from rl.stages import create
+from rl.stages.producers.scored import ScoredGroup
 from rl.stages.sampling import filters
-from rl.stages.sampling.scored import ScoredGroup
 from rl.training.batch import Batch
 from rl.training.packing.trees import Sharing
 from rl.training.weights import Weights

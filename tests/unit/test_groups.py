@@ -17,8 +17,9 @@ from rl.data.encoded import Problem
 from rl.errors import ModelError, RewardStop
 from rl.stages import online
 from rl.stages.context import Progress
-from rl.stages.sampling.dynamic import DynamicSampling
-from rl.stages.sampling.scored import ReadyScores, ScoredGroup
+from rl.stages.producers.dynamic import DynamicSampling
+from rl.stages.producers.interface import Producer
+from rl.stages.producers.scored import ReadyScores, ScoredGroup
 from rl.stages.sampling.unscored import check_scored
 from rollout import Completion
 from rollout.types import Turn
@@ -64,8 +65,17 @@ def source(batches, problems=100):
         groups = [replace(group, row=row) for group, row in zip(sampled.groups, taken, strict=True)]
         return replace(sampled, groups=groups)
 
-    keeps_nothing = {"state": dict, "restore": lambda state: None}
-    return SimpleNamespace(generates=True, take=take, **keeps_nothing)
+    return OfFunction(take)
+
+
+class OfFunction(Producer):
+    """A producer whose `take` is a function."""
+
+    def __init__(self, take):
+        self.take = take
+
+    def take(self, count):
+        raise NotImplementedError
 
 
 def problems_of(rows):
@@ -113,7 +123,7 @@ def prompt_ids(rollouts):
     return [group.prompt_id for group in rollouts.groups]
 
 
-def test_groups_without_a_difference_make_room_for_others():
+def test_groups_with_zero_std_make_room_for_others():
     sampling = dynamic(source([[[1, 1], [0, 1], [0, 0]], [[1, 0], [0, 1], [1, 0]]]))
     result = sampling.take(3)
     assert prompt_ids(result) == [11, 13, 14]
@@ -136,7 +146,7 @@ def test_groups_without_a_difference_make_room_for_others():
     assert result.metrics["dynamic/carried"] == 1 and result.metrics["dynamic/batches"] == 0
 
 
-def test_groups_with_routes_are_not_carried_over():
+def test_groups_with_routes_are_not_carried():
     sampling = dynamic(source([[[1, 0], [0, 1]]]), router_replay=True)
     sampling.take(1)
     assert sampling.carried == [] and sampling.state() == {"carried": []}
@@ -155,11 +165,11 @@ def test_the_function_that_has_to_differ_can_be_named():
     assert result.metrics["dynamic/kept_share"] == 1
 
 
-def test_a_group_without_scores_does_not_differ():
+def test_a_group_without_scores_has_zero_std():
     nothing = np.full((2, 2), np.nan)
-    assert not ScoredGroup(None, nothing, nothing[:, 0]).differs(None)
+    assert ScoredGroup(None, nothing, nothing[:, 0]).has_zero_std(None)
     lone = np.array([[1.0, 0.0], [np.nan, 1.0]])
-    assert not ScoredGroup(None, lone, lone[:, 0]).differs(None)
+    assert ScoredGroup(None, lone, lone[:, 0]).has_zero_std(None)
 
 
 def test_a_group_survives_a_checkpoint():
@@ -244,7 +254,7 @@ def test_faults_and_logs_go_with_their_completions():
         sampled.scores.result(), faults=faults, logs={3: {"right": "three"}, 8: {"right": "eight"}}
     )
     sampled = replace(sampled, scores=ReadyScores(scores))
-    producer = SimpleNamespace(take=lambda count: sampled, state=dict, restore=lambda state: None)
+    producer = OfFunction(lambda count: sampled)
     sampling = dynamic(producer)
     result = sampling.take(1)
     (fault,) = result.scores.result().faults

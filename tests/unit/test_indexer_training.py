@@ -115,7 +115,7 @@ def test_layers_that_share_an_index_see_its_choice_and_during_a_warm_up_all_keys
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
 def test_sparse_training_adds_the_divergence_however_the_rows_are_cut(algorithm):
-    data = batch(rows=7).without(np.arange(7) == 2)
+    data = batch(rows=7).without_rows(np.arange(7) == 2)
     how = {
         "router": ROUTER,
         "optimizer": {"clip_norm": None},

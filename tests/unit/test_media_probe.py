@@ -27,7 +27,7 @@ def config(*more: str):
 @pytest.mark.slow
 def test_a_probe_shows_pictures_and_keeps_to_the_table_of_a_step():
     result = inspect_probe(config(f"stages=[{GRPO}]"), 16)
-    assert result.prompts == 2 and result.gap < 1e-5
+    assert result.prompts == 2 and result.logp_diff < 1e-5
 
 
 def test_pictures_that_no_step_shows_need_no_rows():

@@ -13,7 +13,7 @@ from media_oracles import IMAGE, LOOKS_AHEAD, drawn, random_policy
 from policy import modes
 from policy.execution.encoding import MediaEncoder
 from rl.data.encoded import Row
-from rl.stages.sampling import rollouts
+from rl.stages.sampling.batches import routes_of
 from rl.stages.supervised import expanded_at
 from rl.training.batch import padded_batch, segmented_batch
 from rl.training.media.tables import MediaTables, table_rows
@@ -305,7 +305,7 @@ def test_routes_of_prompts_with_pictures_are_replayed_and_quantised_rollouts_lea
         Trajectory.of_completion(each.tokens.tolist(), completion).segments[0]
         for each, completion in zip(shown, completions, strict=True)
     ]
-    batch = batch.replace(routes=rollouts.routes_of(segments, batch.tokens.shape[1]))
+    batch = batch.replace(routes=routes_of(segments, batch.tokens.shape[1]))
     trainer, state = learners.begin(one.model, learners.stage("grpo", router_replay=True))
     logp, _ = trainer.logprobs(state.policy.params, batch, table.table)
     for row, (each, completion) in enumerate(zip(shown, completions, strict=True)):

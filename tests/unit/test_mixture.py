@@ -18,7 +18,7 @@ from rl.errors import ConfigError, DataError
 from rl.run.load import load
 from rl.run.prepare import prepare
 from rl.stages import metric_names
-from rl.stages.curriculum.hook import Candidates
+from rl.stages.curriculum.interface import Candidates
 from rl.stages.sampling import by_source
 
 STAGE = {

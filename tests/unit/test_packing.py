@@ -34,7 +34,7 @@ UNSCORED = np.arange(12) == 5
 
 def uneven(rows=12, length=10, group=3):
     """Sequences of 4 to 10 tokens, of which one fills its row and one has no score."""
-    data = batch(rows=rows, length=length, group=group, seed=1).without(UNSCORED[:rows])
+    data = batch(rows=rows, length=length, group=group, seed=1).without_rows(UNSCORED[:rows])
     assert {10, 4} <= set((data.segments != 0).sum(1))
     return data
 
@@ -94,7 +94,7 @@ def test_pairs_stay_together_with_the_first_of_them_odd(lengths):
 
 def test_prompts_keep_their_groups_whatever_their_numbers():
     data = uneven(rows=6).replace(prompt=np.array([7, 7, 7, 9, 9, -1], np.int32))
-    data = data.without(data.prompt < 0)
+    data = data.without_rows(data.prompt < 0)
     packing = plan_packing(data.segments, [12])
     packed = packing.batch(data)
     np.testing.assert_array_equal(packing.unpack(packed.prompt)[:, 0], [0, 0, 0, 1, 1, 0])

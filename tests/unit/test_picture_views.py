@@ -21,7 +21,7 @@ from rl.records import thumbnails
 from rl.records.events import EventLog
 from rl.records.messages import pictures
 from rl.records.run_files import MEDIA
-from rl.stages.sampling import rollouts
+from rl.stages.sampling.records import sample_lines, token_records
 from rl.views.explain.record import read as read_record
 from rl.views.report import page as report_page
 from rl.views.report import pictures as embedding
@@ -59,9 +59,7 @@ def test_words_of_reward_functions_are_searched(tmp_path):
     sampled, scores = picture_runs.step([picture_runs.question("red")], 0)
     scores.logs[1] = {"exact_answer": "not a colour"}
     log = EventLog(tmp_path)
-    log.samples(
-        rollouts.records(sampled, scores, "grpo", 1, scores.total), rollouts.token_records(sampled)
-    )
+    log.samples(sample_lines(sampled, scores, "grpo", 1, scores.total), token_records(sampled))
     index = opened(tmp_path)
     [place] = search.places(index, search.search(index, '"not a colour"'))
     assert place.record()["sample"] == 1 and not len(search.search(index, '"n_prompt"'))

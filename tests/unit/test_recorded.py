@@ -21,9 +21,9 @@ from rl.run import prepare
 from rl.run.resume import continued
 from rl.stages import create, metric_names
 from rl.stages.context import Progress
-from rl.stages.sampling import rollouts
-from rl.stages.sampling.recorded import Recorded
-from rl.stages.sampling.scored import joined, split
+from rl.stages.producers.recorded import Recorded
+from rl.stages.producers.scored import joined, split
+from rl.stages.sampling.records import sample_lines, token_records
 from rollout import Completion
 from rollout.collect import Rollouts
 from rollout.text.tokenizer import characters
@@ -69,8 +69,8 @@ def folder(tmp_path):
     for stage, step in (("sft", 1), ("grpo", 1), ("grpo", 2)):
         made = Rollouts(groups_of(step), None, {}, 1.0)
         for advantages in (np.ones(4), None):  # None: an evaluation
-            lines = rollouts.records(made, scores, stage, step, advantages)
-            log.write(lines, rollouts.token_records(made))
+            lines = sample_lines(made, scores, stage, step, advantages)
+            log.write(lines, token_records(made))
     log.close()
     return tmp_path / "run"
 
@@ -95,15 +95,15 @@ def producer(folder, alphabet=LETTERS, rewards=("exact_answer",), weight=2.0, **
     )
     (stage,) = create(config)
     stage.context = SimpleNamespace(progress=Progress())
-    made = stage.create_producer()
+    made = stage.producer
     assert isinstance(made, Recorded)
     return made, stage
 
 
 def test_the_groups_of_a_step_are_those_that_were_recorded(folder):
     made, stage = producer(folder)
-    assert not stage.generates and stage.prompts() == []
-    made.check()
+    assert not stage.calls_generator and stage.prompts() == []
+    made.check_files()
     for step in (1, 2):
         taken, expected = made.take(2), groups_of(step)
         assert [each.prompt_id for each in taken.groups] == [10 * step, 10 * step + 1]
@@ -130,9 +130,9 @@ def test_the_groups_of_a_step_are_those_that_were_recorded(folder):
             "raised",
             {"exact_answer": "a log"},
         )
-        lines = rollouts.records(taken, scores, "grpo", step, np.ones(4))
+        lines = sample_lines(taken, scores, "grpo", step, np.ones(4))
         first = Rollouts(expected, None, {}, 1.0)
-        again = rollouts.records(first, scores, "grpo", step, np.ones(4))
+        again = sample_lines(first, scores, "grpo", step, np.ones(4))
         if step == 1:
             assert list(map(line, lines)) == list(map(line, again))
             assert taken.trajectories[1].raw == "<bcd>"
@@ -164,7 +164,7 @@ def test_a_run_that_goes_on_takes_the_next_step(folder):
 def test_what_a_stage_cannot_train_on_is_refused(folder, options, message):
     made, _ = producer(folder, **options)
     with pytest.raises(DataError, match=rf"stages.0.rollouts: .*{message}") as raised:
-        made.check()
+        made.check_files()
     assert raised.value.exit_code == 3
 
 
@@ -178,19 +178,19 @@ def test_folders_that_lack_something_are_refused(folder):
     made, _ = producer(folder)
     (folder / "tokens.bin").rename(folder / "elsewhere")
     with pytest.raises(DataError, match="its tokens are not recorded"):
-        made.check()
+        made.check_files()
     (folder / "elsewhere").rename(folder / "tokens.bin")
     edited(folder, lambda record: record | {"media": [{"kind": "image"}]})
     with pytest.raises(DataError, match="pictures or sounds"):
-        producer(folder)[0].check()
+        producer(folder)[0].check_files()
     with pytest.raises(DataError, match="no such folder"):
-        producer(folder / "nothing")[0].check()
+        producer(folder / "nothing")[0].check_files()
 
 
 def test_a_group_that_another_one_interrupts_is_refused(folder):
     edited(folder, lambda record: record | {"prompt_id": record["sample"]})
     with pytest.raises(DataError, match="step 1 of grpo: samples of another prompt stand between"):
-        producer(folder)[0].check()
+        producer(folder)[0].check_files()
 
 
 def test_another_number_of_groups_than_a_step_has_is_refused(folder):
@@ -214,7 +214,7 @@ def test_a_producer_that_returns_too_few_groups_is_refused(folder):
     taken = made.take(2)
     stage.producer = SimpleNamespace(take=lambda count: replace(taken, groups=taken.groups[:1]))
     with pytest.raises(ValueError, match=r"returned 1 groups, and the step has 2"):
-        stage._next_groups(2)
+        stage.take_groups()
 
 
 def test_sums_have_the_weights_of_the_stage(folder):
@@ -234,12 +234,12 @@ def test_the_text_of_several_turns_is_not_that_of_all_tokens(tmp_path):
     segment = replace(segment, policy=np.array([0, 0, 1, 0, 1], bool), turns=turns)
     groups[0].trajectories[1] = replace(groups[0].trajectories[1], segments=(segment,))
     made = Rollouts(groups, None, {}, 1.0)
-    lines = rollouts.records(made, scores_of(("exact_answer",)), "grpo", 1, np.ones(4))
-    log.write(lines, rollouts.token_records(made))
+    lines = sample_lines(made, scores_of(("exact_answer",)), "grpo", 1, np.ones(4))
+    log.write(lines, token_records(made))
     log.close()
     assert lines[1]["completion"] != "bcd"
     one, _ = producer(tmp_path / "run", steps=1)
-    one.check()
+    one.check_files()
     assert len(one.take(2).trajectories[1].turns) == 2
 
 
@@ -283,6 +283,6 @@ def test_folders_of_older_versions_are_read(folder):
     kept = ("version", "raw", "reward_log", "faults", "columns")
     edited(folder, lambda record: {k: v for k, v in record.items() if k not in kept})
     made, _ = producer(folder)
-    made.check()
+    made.check_files()
     trajectory = made.take(2).trajectories[1]
     assert (trajectory.versions, trajectory.text, trajectory.raw) == (0, "bcd", None)

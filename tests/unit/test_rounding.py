@@ -8,10 +8,13 @@ import trajectories
 import rl.algorithms
 from rewards import Runner, RunnerOptions, Scores
 from rewards.workers.rounding import all_equal, at_least, without_rounding
-from rl.stages.sampling.rollouts import metrics
-from rl.stages.sampling.scored import ScoredGroup
+from rl.data.datasets import Example
+from rl.data.encoded import Problem
+from rl.stages.producers.scored import ScoredGroup
+from rl.stages.sampling.metrics import group_metrics
 from rollout.types import Completion
 
+PROBLEM = Problem(Example("p"), [7])
 ALMOST = [[0.3, 0.1 + 0.2, 0.3, 0.3]]
 ONE_APART = [[0.0, 0.3, 0.1 + 0.2, 0.3]]
 GROUP_RELATIVE = [
@@ -76,11 +79,11 @@ def test_remax_and_raft_take_rounding_for_equal():
 def test_filters_and_metrics_take_rounding_for_equal():
     completion = Completion([1], [0.0], "stop", "a", 1)
     total = np.array(ALMOST[0])
-    rollouts = trajectories.rollouts([None], [0], [[completion] * 4])
+    rollouts = trajectories.rollouts([PROBLEM], [0], [[completion] * 4])
     group = ScoredGroup(rollouts.groups[0], total[:, None], total)
-    assert not group.differs(None) and not group.differs(0)
+    assert group.has_zero_std(None) and group.has_zero_std(0)
     scores = Scores(total[:, None], total, ("own",), [], {})
-    result = metrics(rollouts, scores, drafted=False)
+    result = group_metrics(rollouts, scores, drafted=False)
     assert (
         result["reward/frac_zero_std"] == 1.0
         and result["reward/std"] == 0.0
@@ -90,14 +93,14 @@ def test_filters_and_metrics_take_rounding_for_equal():
 
 def test_groups_without_a_score_are_in_no_statistic():
     completion = Completion([1], [0.0], "stop", "a", 1)
-    rollouts = trajectories.rollouts([None] * 2, [0, 1], [[completion] * 2] * 2)
+    rollouts = trajectories.rollouts([PROBLEM] * 2, [0, 1], [[completion] * 2] * 2)
     for total, expected in (
         ([np.nan, np.nan, 1.0, 0.0], 0.0),
         ([np.nan, np.nan, 1.0, 1.0], 1.0),
         ([np.nan] * 4, None),
     ):
         scores = Scores(np.array(total)[:, None], np.array(total), ("own",), [], {})
-        result = metrics(rollouts, scores, drafted=False)
+        result = group_metrics(rollouts, scores, drafted=False)
         assert result.get("reward/frac_zero_std") == expected and ("reward/std" in result) == (
             expected is not None
         )

@@ -24,7 +24,7 @@ from rl.config.run import RunConfig
 from rl.data.encoded import Problem
 from rl.records import events
 from rl.run import checks
-from rl.stages.sampling.rollouts import routes_of, to_batch
+from rl.stages.sampling.batches import routes_of, to_batch
 from rl.training.batch import padded_batch
 from rl.training.packing.packing import plan_packing
 from rollout import Generator, GeneratorOptions, SamplingParams

@@ -13,7 +13,7 @@ from rl.data.datasets import Example
 from rl.data.encoded import Problem
 from rl.records import messages
 from rl.records.samples import TOKEN, SampleLog
-from rl.stages.sampling.rollouts import records
+from rl.stages.sampling.records import sample_lines
 from rollout import Completion, SamplingParams
 from rollout.collect import Source, collect
 from rollout.generator import Generator
@@ -72,7 +72,7 @@ def test_samples_and_the_viewer_show_special_tokens(tokenizer, tmp_path, capsys)
     completions = [completed(tokenizer, RAW), completed(tokenizer, "1+1=2")]
     scores = Scores(np.ones((2, 1)), np.ones(2), ("own",), [], {})
     rollouts = trajectories.rollouts([Problem(Example("1+1="), [7])], [0], [completions])
-    special, plain = records(rollouts, scores, "grpo", 1, np.zeros(2))
+    special, plain = sample_lines(rollouts, scores, "grpo", 1, np.zeros(2))
     assert (special["completion"], special["raw"]) == ("1+12", RAW) and "raw" not in plain
     assert (
         messages.start(special, "completion", 80) == RAW

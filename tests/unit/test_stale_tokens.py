@@ -47,6 +47,7 @@ class Case:
         model = SimpleNamespace(graph=SimpleNamespace(layout=layout))
         progress = SimpleNamespace(version=version)
         stage.context = SimpleNamespace(progress=progress, timeline=timeline, model=model)
+        stage.producer = stage.create_producer()
         data = inputs.StepData(self.state, self.batch)
         stage.log_probabilities(data)
         return data
@@ -109,7 +110,7 @@ def test_the_gap_of_a_token_leaves_out_changes_of_the_policy(algorithm, exact, p
     assert (data.trainer_logp is not None) == passes
     # the first update's numbers, unless a pass ran
     first_logp = it.own[:half] + (7 if passes else 0)
-    gap = staleness.gap(it.batch, data.trainer_logp, first_logp, NOW)
+    gap = staleness.logp_diff(it.batch, data.trainer_logp, first_logp, NOW)
     known = (it.batch.mask != 0) & (np.arange(len(it.own)) % 2 == 0)[:, None]
     if not passes:
         known[half:] = False
@@ -138,7 +139,7 @@ def test_no_token_of_another_run_has_the_weights_of_this_one():
     mask = it.batch.mask != 0
     assert (data.batch.old_logp == it.own)[mask].all()
     assert staleness.staleness(it.batch, None) == (True, {})
-    assert np.isnan(staleness.gap(it.batch, it.own, it.own, None)).all()
+    assert np.isnan(staleness.logp_diff(it.batch, it.own, it.own, None)).all()
 
 
 def test_a_trainer_without_a_critic_says_so():

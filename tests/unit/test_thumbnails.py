@@ -17,7 +17,7 @@ from rl.records import messages, thumbnails
 from rl.records.events import Events
 from rl.records.run_files import MEDIA
 from rl.records.thumbnails import SIDE, Thumbnails
-from rl.stages.sampling import rollouts
+from rl.stages.sampling.records import references, sample_lines, write_samples
 from rollout.media.reference import refer
 
 
@@ -62,13 +62,13 @@ def test_equal_pictures_in_sequence_are_two_entries():
 def test_text_runs_have_the_lines_they_had():
     plain = problem([{"role": "user", "content": "1 + 1?"}], None, answer="2")
     sampled, scores = picture_runs.step([plain], 0)
-    line = rollouts.records(sampled, scores, "grpo", 1, scores.total)[0]
+    line = sample_lines(sampled, scores, "grpo", 1, scores.total)[0]
     assert (
         "media" not in line
         and line["prompt"] is not None
         and line["prompt"] == plain.example.prompt
     )
-    assert not rollouts.references(sampled)
+    assert not references(sampled)
 
 
 def test_contents_of_parts_and_data_uris_of_columns_are_left_out():
@@ -85,7 +85,7 @@ def test_contents_of_parts_and_data_uris_of_columns_are_left_out():
     }
     prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}]
     sampled, scores = picture_runs.step([problem(prompt, None, **own)], 0)
-    line = rollouts.records(sampled, scores, "grpo", 1, scores.total)[0]
+    line = sample_lines(sampled, scores, "grpo", 1, scores.total)[0]
     assert line["columns"] == {"answer": "data: none, really"}
     kept = [{"type": "image_url"}, {"type": "image"}, {"type": "text", "text": "What?"}]
     assert line["prompt"] == [{"role": "user", "content": kept}]
@@ -189,7 +189,7 @@ def test_prompts_that_are_not_recorded_have_no_thumbnails(tmp_path):
     kept = [number for number in range(4) if config.run.samples.keeps_prompt(number)]
     assert 0 < len(kept) < 4
     sampled, scores = picture_runs.step(list(map(picture_runs.question, COLOURS)), 0)
-    rollouts.record_evaluation(events, "grpo", 0, sampled, scores)
+    write_samples(events, "grpo", 0, sampled, scores)
     events.close()
     expected = {f"{sampled.problems[n].expanded.references[0].digest}.png" for n in kept}
     assert {path.name for path in (tmp_path / MEDIA).iterdir()} == expected

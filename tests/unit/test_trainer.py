@@ -258,7 +258,7 @@ def test_a_row_without_a_score_is_as_good_as_absent():
     unscored = np.array([False, True, False, False, False, False, False, True])
     router = {"bias_rate": 0.05, "balance_coef": 0.3}
     options = stage({"name": "grpo", "aggregation": "sequence"}, router=router)
-    with_it, result = updated(model, options, data.without(unscored))
+    with_it, result = updated(model, options, data.without_rows(unscored))
     alone, expected = updated(model, options, jax.tree.map(lambda a: a[~unscored], data))
     for key in expected[0].keys() - {"perf/packed_share"}:
         np.testing.assert_allclose(

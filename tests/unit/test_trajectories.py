@@ -17,8 +17,11 @@ from rl.records import samples
 from rl.records.samples import STOP, TRAINED
 from rl.stages import online
 from rl.stages.inputs import StepData
-from rl.stages.sampling import filters, rollouts
-from rl.stages.sampling.scored import ReadyScores
+from rl.stages.producers.scored import ReadyScores
+from rl.stages.sampling import filters
+from rl.stages.sampling.batches import by_row, one_row_each, to_batch
+from rl.stages.sampling.metrics import generator_flops, group_metrics
+from rl.stages.sampling.records import sample_lines, token_records
 from rl.views.viewer.tokens import numbers
 from rollout import Completion
 from rollout.collect import Rollouts
@@ -100,7 +103,7 @@ def sampled() -> Rollouts:
 
 
 def test_a_row_of_the_batch_is_a_segment():
-    batch = rollouts.to_batch(sampled(), 8, values=True)
+    batch = to_batch(sampled(), 8, values=True)
     assert batch.prompt.tolist() == [0, 0, 0]
     assert batch.tokens.tolist() == [
         [1, 2, 10, 11, 20, 21, 12, 13],
@@ -125,22 +128,22 @@ def test_a_row_of_the_batch_is_a_segment():
     assert batch.segments.sum(axis=1).tolist() == [8, 3, 4] and batch.segments.max() == 1
     assert batch.old_values is None  # one segment has none
     one = Group(None, 0, [Trajectory(episode().segments[:1], "stop")])
-    values = rollouts.to_batch(Rollouts([one], None, {}, 0.0), 8, values=True).old_values
+    values = to_batch(Rollouts([one], None, {}, 0.0), 8, values=True).old_values
     assert values.tolist() == [[0, 0, 0.5, 0.25, 0, 0, 0.5, 0.75]]
 
 
 def test_rows_of_a_trajectory_share_what_it_has():
     made = sampled()
-    assert rollouts.by_row(made, [0.5, -1.5]).tolist() == [0.5, 0.5, -1.5]
+    assert by_row(made, [0.5, -1.5]).tolist() == [0.5, 0.5, -1.5]
     assert [(row.group, row.trajectory) for row in made.rows] == [(0, 0), (0, 0), (0, 1)]
     with pytest.raises(ValueError, match="a critic reads one segment of a trajectory, .* has 2"):
-        rollouts.one_row_each(made, "a critic")
+        one_row_each(made, "a critic")
 
 
 def test_filters_are_those_of_the_tokens_that_the_policy_wrote():
     made = sampled()
     segments = [row.segment for row in made.rows]
-    batch, metrics = filters.with_kept(rollouts.to_batch(made, 8), segments, 4, 40)
+    batch, metrics = filters.with_kept(to_batch(made, 8), segments, 4, 40)
     assert [[i for i in ids if i >= 0] for ids in batch.kept[0].tolist()] == [
         [],
         [],
@@ -158,10 +161,10 @@ def test_filters_are_those_of_the_tokens_that_the_policy_wrote():
 
 def test_records_have_turns_flags_and_versions(tmp_path, capsys):
     made = sampled()
-    batch = rollouts.to_batch(made, 8)
-    batch = batch.replace(advantages=rollouts.by_row(made, [0.5, -0.5]))
-    arrays = {name: np.ones((3, 8), np.float32) for name in ("gap", "entropy")}
-    tokens = rollouts.token_records(made, batch, arrays)
+    batch = to_batch(made, 8)
+    batch = batch.replace(advantages=by_row(made, [0.5, -0.5]))
+    arrays = {name: np.ones((3, 8), np.float32) for name in ("logp_diff", "entropy")}
+    tokens = token_records(made, batch, arrays)
     shown = numbers(tokens[0])
     assert shown["id"] == [1, 2, 10, 11, 20, 21, 12, 13, 1, 9, 14]
     assert shown["turn"] == [0, 0, 1, 1, 1, 1, 2, 2, 0, 0, 3]
@@ -174,7 +177,7 @@ def test_records_have_turns_flags_and_versions(tmp_path, capsys):
         assert [place for place, each in enumerate(shown[name]) if each == value] == wrote
     assert numbers(tokens[1])["flags"] == [0, 0, TRAINED, both]
 
-    lines = rollouts.records(made, made.scores.result(), "grpo", 1, np.array([0.5, -0.5]))
+    lines = sample_lines(made, made.scores.result(), "grpo", 1, np.array([0.5, -0.5]))
     episode_line, plain = lines
     assert episode_line["version"] == [[2, 3], [7, 4]] and plain["version"] == 4
     assert (episode_line["completion"], episode_line["raw"]) == ("abc", "ab!c")
@@ -196,13 +199,13 @@ def test_records_have_turns_flags_and_versions(tmp_path, capsys):
 
 def test_counts_are_those_of_trajectories():
     made = sampled()
-    metrics = rollouts.metrics(made, made.scores.result(), drafted=True)
+    metrics = group_metrics(made, made.scores.result(), drafted=True)
     assert metrics["completion/mean_length"] == 3.5 and metrics["completion/max_length"] == 5
     assert metrics["completion/truncated_ratio"] == 0.5
     assert metrics["completion/mean_terminated_length"] == 2
     assert metrics["speculative/accepted_per_step"] == pytest.approx(7 / 3 - 1)
     lengths = []
-    rollouts.operations(made, SimpleNamespace(forward=lambda n, weighed: lengths.extend(n)))
+    generator_flops(made, SimpleNamespace(forward=lambda n, weighed: lengths.extend(n)))
     assert lengths == [8, 3, 4]
 
 
@@ -258,7 +261,7 @@ def test_every_row_of_a_trajectory_has_its_advantage():
         progress=SimpleNamespace(adaptive_coefs={}),
         timeline=SimpleNamespace(span=lambda name: contextlib.nullcontext()),
     )
-    batch = rollouts.to_batch(made, 8)
+    batch = to_batch(made, 8)
     data = StepData(None, batch=batch, rollouts=made, rewards=np.array([[1.0, 0.0]]))
     stage._add_advantages(data)
     assert data.advantages.tolist() == [1.0, -1.0]

@@ -39,7 +39,7 @@ class EqualRewards:
         self._one_reward = fresh  # so far
         self._stage, self._watches = (
             stage,
-            stage.samples_completions and _learns_from_differences(stage),
+            stage.trains_on_rollouts and _learns_from_differences(stage),
         )
         self._correct_at = stage.config.evaluation.correct_at if stage.config.evaluation else 1.0
         self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT)

@@ -58,7 +58,7 @@ def _stage(config: RunConfig, index: int) -> Iterator[str]:
     stage = config.stages[index]
     name = config.stage_names[index]
     algorithm = algorithm_of(stage)
-    samples = kind_of(stage).samples_completions
+    samples = kind_of(stage).trains_on_rollouts
     sequences = stage.prompts_per_step * (stage.samples_per_prompt if samples else 1)
     unit = "completions" if samples else "rows"
     yield f"== {name}: {_first_sentence(algorithm)}"

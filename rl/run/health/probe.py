@@ -19,7 +19,7 @@ from rl.run import build
 from rl.run.health.prompt_probe import ProbeResult, probe
 from rl.run.prepare import prepare
 from rl.run.state import Run
-from rl.stages.sampling import rollouts as stage_rollouts
+from rl.stages.sampling.params import sampling_params
 from rl.stages.stage import StageKind
 from rl.training.batch import padded_batch
 from rl.training.media.tables import StepTable
@@ -40,7 +40,7 @@ def before_first_step(run: Run, stage: StageKind) -> None:
     """
     asked = run.config.run.probe
     count = (0 if random_weights(run.config) else DEFAULT) if asked is None else asked
-    first = next((each for each in run.stages if each.generates), None)
+    first = next((each for each in run.stages if each.calls_generator), None)
     if not count or stage is not first:
         return
     with run.resharded(), run.timeline.span("probe", stage=stage.name):
@@ -68,7 +68,11 @@ def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> Pro
     prepared = prepare(config)
     try:
         stage = next(
-            (each for each in prepared.stages if each.generates and name in (None, each.name)),
+            (
+                each
+                for each in prepared.stages
+                if each.calls_generator and name in (None, each.name)
+            ),
             None,
         )
         if stage is None:
@@ -84,7 +88,7 @@ def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> Pro
                 "--probe: reward models are loaded in a run only; set run.probe, or leave them out"
             )
         source = Source(generator, stage.runner)
-        params = stage_rollouts.sampling_params(
+        params = sampling_params(
             stage.options.sampling, prepared.stop_ids, n=stage.options.samples_per_prompt
         )
         problems = _problems(stage, count, has_media)
@@ -101,7 +105,7 @@ def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> Pro
             lambda problems, params, ids: collect(source, problems, params, ids, prompts=prompts),
             prepared.tokenizer,
         )
-        return replace(result, gap=_gap(model, made, params.temperature, table))
+        return replace(result, logp_diff=_mean_logp_diff(model, made, params.temperature, table))
     finally:
         prepared.close()
 
@@ -124,7 +128,9 @@ def _problems(stage: Any, count: int, has_media: bool) -> list[Any]:
     return stage.rows.take(stage.order(total, range(min(count, total))))
 
 
-def _gap(model: Model, made: Rollouts, temperature: float, table: StepTable | None = None) -> float:
+def _mean_logp_diff(
+    model: Model, made: Rollouts, temperature: float, table: StepTable | None = None
+) -> float:
     """Returns the mean of |log-probability by the trainer - by the generator| over the tokens of
     some completions. table: the pictures and sounds of the prompts."""
     rows = made.rows

@@ -35,7 +35,7 @@ class ProbeResult:
     cut: share that ran into max_new_tokens. stops: share that ended with each stop. reward_mean,
     reward_std: over the scored completions; None without one. scored: share with a score. signal:
     share of groups whose rewards differ; None for groups of one. faults: failed scores. seconds:
-    time of the probe. gap: mean difference of the log-probabilities of generator and trainer; None
+    time of the probe. logp_diff: mean difference of the log-probabilities of generator and trainer; None
     where it was not measured.
     """
 
@@ -52,7 +52,7 @@ class ProbeResult:
     signal: float | None
     faults: int
     seconds: float
-    gap: float | None = None
+    logp_diff: float | None = None
 
     def lines(self) -> list[str]:
         """Returns three lines: what was sampled, how completions ended, and their rewards."""
@@ -63,10 +63,14 @@ class ProbeResult:
             else f"{self.reward_mean:.3g} +- {self.reward_std:.2g}"
         )
         signal = "" if self.signal is None else f", {self.signal:.0%} of the groups differ"
-        gap = "" if self.gap is None else f"; generator against trainer {self.gap:.2g} per token"
+        logp_diff = (
+            ""
+            if self.logp_diff is None
+            else f"; generator against trainer {self.logp_diff:.2g} per token"
+        )
         return [
             f"probe of {self.stage}: {self.prompts} prompts, {self.completions} completions in "
-            f"{self.seconds:.1f} s{gap}",
+            f"{self.seconds:.1f} s{logp_diff}",
             f"  ended by {ends}; {self.cut:.0%} cut off at {self.max_new_tokens} tokens; mean "
             f"length {self.mean_length:.1f}",
             f"  reward {reward}{signal}; {self.scored:.0%} have a score, {self.faults} faults",

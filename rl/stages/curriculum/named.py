@@ -10,7 +10,7 @@ from rewards.suggest import nearest
 from rl.config.stage import CurriculumOptions
 from rl.errors import ConfigError, DataError
 from rl.stages.curriculum import pass_rate
-from rl.stages.curriculum.hook import Candidates, Curriculum
+from rl.stages.curriculum.interface import Candidates, Curriculum
 
 _SHIPPED: dict[str, tuple[Callable[..., Curriculum], Callable[..., Any]]] = {
     "pass_rate": (pass_rate.PassRate, pass_rate.PassRateOptions)
@@ -56,7 +56,7 @@ def create(options: CurriculumOptions, candidates: Candidates) -> Curriculum:
     return curriculum
 
 
-_METHODS = ("next", "told", "state", "restore", "histogram", "rows", "note")
+_METHODS = ("next", "observe", "state", "restore", "histogram", "rows", "note")
 
 
 def chosen(curriculum: Curriculum, name: str, count: int, total: int) -> list[int]:

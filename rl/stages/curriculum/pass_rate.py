@@ -22,7 +22,7 @@ from rl.errors import DataError
 from rl.records import samples
 from rl.records.messages import without_contents
 from rl.records.run_files import SAMPLES, read_config, sample_files
-from rl.stages.curriculum.hook import Bar, Candidates, Curriculum, Histogram
+from rl.stages.curriculum.interface import Bar, Candidates, Curriculum, Histogram
 
 _BINS = 10
 

@@ -1,2 +1,1 @@
-"""What stages do with sampled completions: producers of groups (synchronous, recorded, dynamic, told
-to a curriculum), rows for the device, evaluations."""
+"""What stages do with sampled completions: rows for the device, records, metrics, evaluations."""

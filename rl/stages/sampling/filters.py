@@ -11,11 +11,12 @@ N rows, T tokens, K ids, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from rl.config.stage import SamplingOptions
+from rollout.types import FilterSettings, draws_from_part
 
 if TYPE_CHECKING:
     from rl.training.batch import Batch
@@ -27,14 +28,12 @@ NARROW = 4
 
 
 def filters(sampling: SamplingOptions) -> bool:
-    """Tells whether tokens are drawn from a part of the distribution."""
-    forbids = bool(sampling.bad_words or sampling.min_tokens)
-    return sampling.temperature > 0 and (
-        sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0 or forbids
-    )
+    """Tells whether tokens may be drawn from a part of the distribution. The tokenizer is not read
+    yet: it is taken to have a stop token, which `min_tokens` forbids."""
+    return draws_from_part(cast(FilterSettings, sampling), has_stop_token=True)
 
 
-def recorded(sampling: SamplingOptions) -> int:
+def most_recorded(sampling: SamplingOptions) -> int:
     """Returns the most ids of a token that a stage with these options records; 0: its loss is over
     all ids."""
     if sampling.filters == "ignore" or not filters(sampling):

@@ -44,7 +44,7 @@ def staleness(batch: Batch, version: int | None) -> tuple[bool, dict[str, float]
     return bool(stale.any()), metrics
 
 
-def gap(
+def logp_diff(
     batch: Batch, trainer_logp: np.ndarray | None, first_logp: np.ndarray, version: int | None
 ) -> np.ndarray:
     """Returns float32[N,T]: log-probabilities of the trainer minus those of the generator, under
@@ -58,14 +58,14 @@ def gap(
     if version is None:
         return np.full(batch.mask.shape, np.nan, np.float32)
     assert batch.sampler_logp is not None
-    logp = trainer_logp
-    if logp is None:
-        logp = np.full(batch.mask.shape, np.nan, np.float32)
-        logp[: len(first_logp)] = first_logp
-    return np.where(batch.version == version, logp - batch.sampler_logp, np.float32(np.nan))
+    logp_NT = trainer_logp
+    if logp_NT is None:
+        logp_NT = np.full(batch.mask.shape, np.nan, np.float32)
+        logp_NT[: len(first_logp)] = first_logp
+    return np.where(batch.version == version, logp_NT - batch.sampler_logp, np.float32(np.nan))
 
 
-def difference(batch: Batch, version: int | None) -> float | None:
+def mean_logp_diff(batch: Batch, version: int | None) -> float | None:
     """Returns the mean |old_logp - sampler_logp| of the tokens of the mask that are not stale; None
     if all are."""
     assert batch.old_logp is not None and batch.sampler_logp is not None
@@ -75,12 +75,12 @@ def difference(batch: Batch, version: int | None) -> float | None:
     return float(np.abs(batch.old_logp - batch.sampler_logp)[on_policy_NT].mean())
 
 
-def check_difference(limit: float | None, difference: float | None) -> None:
+def check_logp_diff(limit: float | None, logp_diff: float | None) -> None:
     """Raises ModelError where generator and trainer differ by more than `limit`, which is
     `max_logp_diff`."""
-    if limit is not None and difference is not None and not difference <= limit:
+    if limit is not None and logp_diff is not None and not logp_diff <= limit:
         raise ModelError(
-            f"the log-probabilities of generator and trainer differ by {difference:.3g} per token "
+            f"the log-probabilities of generator and trainer differ by {logp_diff:.3g} per token "
             f"in the mean, more than max_logp_diff ({limit:g}). Use `generator.exact: true`, "
             "`router_replay: true` or a wider dtype; the last checkpoint is from before this step"
         )

@@ -31,7 +31,7 @@ INSPECTION = {
 def mask(stage: StageRecord) -> Iterator[Fault]:
     """Names a mask that covers prompts, or hardly anything."""
     share = stage.series("batch/trained_share")
-    learns_from_answers = not stage.samples_completions and stage.steps >= MIN_STEPS
+    learns_from_answers = not stage.trains_on_rollouts and stage.steps >= MIN_STEPS
     everything = stage.algorithm.get("train_on") == "all"
     see = f"see the mask of each token with `rl inspect {quoted(stage.run.path)}`"
     change = f"Set {stage.key('algorithm.train_on')}: assistant; {see}"
@@ -65,7 +65,7 @@ def mask(stage: StageRecord) -> Iterator[Fault]:
     empty = stage.series("sequences/empty")
     per_update = stage.completions_per_step / max(1, int(stage.option("updates_per_step", 1)))
     if (
-        stage.samples_completions
+        stage.trains_on_rollouts
         and len(empty) >= MIN_STEPS
         and empty.last >= EMPTY_SHARE * per_update
     ):
@@ -103,7 +103,7 @@ def _prompts_are_trained_on(stage: StageRecord) -> bool:
 def exhausted(stage: StageRecord) -> Iterator[Fault]:
     """Names a stage that goes over its data again and again."""
     epochs = stage.epochs
-    limit = EPOCHS_RL if stage.samples_completions else EPOCHS_SFT
+    limit = EPOCHS_RL if stage.trains_on_rollouts else EPOCHS_SFT
     if stage.steps < MIN_STEPS or epochs <= limit or stage.improving and epochs <= 4 * limit:
         return
     reward = stage.series("reward/mean")

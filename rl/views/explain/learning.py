@@ -75,7 +75,7 @@ def _loss_rises(stage: StageRecord) -> tuple[int, str] | None:
     """Compares three consecutive losses with the first: the first loss is measured before any
     update."""
     loss = stage.series("loss")
-    if stage.samples_completions or len(loss) < MIN_STEPS or loss.values[0] <= 0:
+    if stage.trains_on_rollouts or len(loss) < MIN_STEPS or loss.values[0] <= 0:
         return None
     smooth = [median(loss.values[n : n + 3]) for n in range(1, len(loss) - 2)] or [loss.values[-1]]
     worst = max(range(len(smooth)), key=smooth.__getitem__)
@@ -178,7 +178,7 @@ def divergence(stage: StageRecord) -> Iterator[Fault]:
 def entropy(stage: StageRecord) -> Iterator[Fault]:
     """Names an entropy that collapses, or rises without end."""
     series = stage.series("entropy")
-    if not stage.samples_completions or len(series) < MIN_STEPS:
+    if not stage.trains_on_rollouts or len(series) < MIN_STEPS:
         return
     start = max(series.values[: series.window])
     if series.last <= ENTROPY_LEFT * start:

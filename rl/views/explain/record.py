@@ -66,7 +66,7 @@ class StageRecord:
         return value if isinstance(value, Mapping) else {"name": str(value)}
 
     @property
-    def samples_completions(self) -> bool:
+    def trains_on_rollouts(self) -> bool:
         """Whether steps of the stage sampled completions, as far as events say."""
         return any("completion/mean_length" in metrics for _, metrics in self.rows)
 

@@ -26,8 +26,8 @@ def faults(stage: StageRecord) -> Iterator[Fault]:
     late = stage.series("reward/timeouts")
     if not failed:
         return
-    rounds = stage.series("dynamic/batches").values or [1.0] * len(failed)
-    completions = sum(max(1.0, count) for count in rounds) * stage.completions_per_step
+    batches = stage.series("dynamic/batches").values or [1.0] * len(failed)
+    completions = sum(max(1.0, count) for count in batches) * stage.completions_per_step
     total = sum(failed.values)
     unscored = [
         step
@@ -170,7 +170,7 @@ def stale_groups(stage: StageRecord) -> Iterator[Fault]:
     yield Fault(
         f"{len(old)} of {len(most)} steps train on tokens that are up to {most.largest:.0f} "
         f"updates old (mean {mean.largest:.2g})",
-        cause="Groups are carried over to later steps, and each step makes "
+        cause="Groups are carried to later steps, and each step makes "
         f"{stage.option('updates_per_step', 1)} updates",
         change=f"Lower {stage.named('updates_per_step')}, raise prompts_per_step, or set "
         "algorithm.correction: token_truncate",

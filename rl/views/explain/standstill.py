@@ -61,7 +61,7 @@ def _what_stays(stage: StageRecord) -> str:
     if stage.algorithm.get("name") == "sft" and loss and loss.last > LOSS_STAYS * loss.first > 0:
         return f"; the loss stays at {loss.last:.3g}"
     if (
-        stage.samples_completions
+        stage.trains_on_rollouts
         and reward
         and not (stage.reward_rose or stage.improved or stage.solved)
     ):

@@ -1,5 +1,4 @@
-"""The interface of a curriculum: a hook that is asked for the rows of each step, and told their
-rewards.
+"""The interface of a curriculum: it is asked for the rows of each step, and observes their rewards.
 
 R rows, G completions of each.
 """
@@ -113,10 +112,10 @@ class Curriculum:
         """Returns the next `count` rows. A row may come again at any time."""
         raise NotImplementedError
 
-    def told(self, rows: Sequence[int], rewards_RG: np.ndarray) -> None:
+    def observe(self, rows: Sequence[int], rewards_RG: np.ndarray) -> None:
         """Takes the rewards of the completions of these rows, which were chosen together: float64,
         NaN without a score. Each call of `next` in a stage that samples is followed by this call
-        before the next one; dynamic sampling tells the rows that it drops, too."""
+        before the next one, also for groups that dynamic sampling leaves out."""
 
     def state(self) -> dict[str, Any]:
         """Returns what later calls depend on, as values that JSON can hold. Checkpoints have it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -22,12 +22,13 @@ from rewards.workers.scores import statistics, weighted_sums
 from rl.data.datasets import Example
 from rl.data.encoded import Problem
 from rl.data.tokenizer import read_tokenizer
-from rl.errors import DataError
+from rl.errors import DataError, Fault
 from rl.records.json_lines import parse
 from rl.records.run_files import sample_files
 from rl.records.samples import STOP, read_tokens
 from rl.records.schema import SampleRecord
-from rl.stages.sampling.scored import ReadyScores
+from rl.stages.producers.interface import Producer
+from rl.stages.producers.scored import ReadyScores
 from rollout.collect import Rollouts
 from rollout.text.spelling import decode_after
 from rollout.types import Group, Segment, Trajectory, Turn, from_versions
@@ -100,7 +101,7 @@ def _segment(tokens: np.ndarray, policy: np.ndarray, versions: np.ndarray) -> Se
     return Segment(tokens["id"].astype(np.int32), policy, logprobs, versions, tuple(turns))
 
 
-class Recorded:
+class Recorded(Producer):
     """Takes in step n the samples of step n of the stage with this name in an earlier run, in the
     order in which they were recorded.
 
@@ -109,15 +110,54 @@ class Recorded:
     are never taken for those of this run. The state in a checkpoint is the number of steps taken.
     """
 
-    generates = False
+    calls_generator = False
     on_policy = False
+    versions_of_this_run = False
 
     def __init__(self, stage: StageKind, folder: str):
-        self._stage = stage
+        super().__init__(stage)
         self._folder = Path(folder)
         self._steps_taken = 0
 
-    def check(self) -> None:
+    def faults(self) -> Iterator[Fault]:
+        stage = self._stage
+        key = (*stage.path, "rollouts")
+        if stage.options.curriculum is not None:
+            yield Fault("the samples say which rows a step takes; leave out curriculum", key=key)
+        if stage.options.steps is None:
+            yield Fault("samples are recorded by step: set `steps`, not `epochs`", key=key)
+        if stage.max_kept:
+            yield Fault(
+                "samples do not say which ids filters left, over which the loss would be; set "
+                "sampling.filters=ignore",
+                key=key,
+            )
+        if stage.samples_further:
+            yield Fault(
+                f"{stage.options.algorithm.name} samples greedy completions of the prompts as well, "
+                "and samples lack the long columns that their rewards may need; leave out rollouts, "
+                "or use another algorithm",
+                key=key,
+            )
+        if stage.options.router_replay:
+            yield Fault(
+                "samples do not say which experts computed them; leave out router_replay", key=key
+            )
+
+    def remarks(self) -> Iterator[str]:
+        place = f"stages.{self._stage.index}"
+        if self._stage.algorithm.dynamic_batches:
+            yield (
+                f"{place}.algorithm.dynamic_batches: no effect with rollouts: the groups are those "
+                "that the earlier run trained on"
+            )
+        if self._stage.options.max_logp_diff is not None:
+            yield (
+                f"{place}.max_logp_diff: no effect with rollouts: other weights than the current "
+                "ones may have drawn the tokens"
+            )
+
+    def check_files(self) -> None:
         """Raises DataError unless the folder has the groups of every step, and unless the samples of
         the first step have no pictures, the rewards of this stage and the tokens of its tokenizer.
         """

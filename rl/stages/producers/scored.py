@@ -35,9 +35,10 @@ class ScoredGroup:
     faults: list[RewardFault] = field(default_factory=list)
     logs: dict[int, dict[str, str]] = field(default_factory=dict)
 
-    def differs(self, column: int | None) -> bool:
-        """Whether its scores, of one reward function or in sum, differ by more than rounding."""
-        return not all_equal(self.total if column is None else self.rewards[:, column])
+    def has_zero_std(self, column: int | None) -> bool:
+        """Whether its scores, of one reward function (None: in sum), are equal but for rounding, so
+        that advantages relative to the group are 0."""
+        return all_equal(self.total if column is None else self.rewards[:, column])
 
     @property
     def has_prompt_of_row(self) -> bool:

@@ -1,0 +1,1 @@
+"""Producers of the groups that a stage trains on: synchronous, recorded, and filters over them."""

@@ -1,0 +1,94 @@
+"""Metrics of the groups of a step: rewards, lengths, and the work of the generator.
+
+P prompts, G trajectories of each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rewards import Scores
+from rewards.workers.rounding import all_equal, without_rounding
+from rl.accounting.flops import Operations, memory_share, rates
+from rl.stages.sampling import by_source
+from rollout.collect import Rollouts
+
+if TYPE_CHECKING:
+    from policy.mesh.sharding import Layout
+    from rollout.generator import Generator
+
+
+def group_metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:
+    """Returns rewards and lengths of a step, also by source, by the names of docs/metrics.md. If
+    nothing was scored, `reward/mean` is NaN, and the other statistics of rewards are absent.
+
+    drafted: adds the tokens that drafts gained.
+    """
+    G = len(rollouts.groups[0].trajectories)
+    trajectories = rollouts.trajectories
+    totals = without_rounding(scores.total.reshape(-1, G))
+    scored = totals[np.isfinite(totals)]
+    lengths = np.asarray([trajectory.length for trajectory in trajectories])
+    ended = np.asarray([not trajectory.truncated for trajectory in trajectories])
+    result = {
+        "reward/mean": float(scored.mean()) if scored.size else float("nan"),
+        "reward/unscored": float(np.sum(~np.isfinite(totals))),
+        "completion/mean_length": float(lengths.mean()),
+        "completion/min_length": float(lengths.min()),
+        "completion/max_length": float(lengths.max()),
+        "completion/truncated_ratio": float(1 - ended.mean()),
+        "time/sample": rollouts.seconds,
+    }
+    counts = rollouts.counts
+    if counts is not None:
+        result["generator/useful_rows"] = counts["useful"] / max(1, counts["rows"])
+        result["generator/prompt_tokens_read"] = float(counts["prefill"])
+        result["generator/preempted"] = float(counts["preempted"])
+        if "checked" in counts:
+            result["generator/replaced_share"] = counts["replaced"] / max(1, counts["checked"])
+    if scored.size:
+        with_a_score = totals[np.isfinite(totals).any(axis=1)]
+        result["reward/std"] = 0.0 if all_equal(scored) else float(scored.std(ddof=1))
+        result["reward/frac_zero_std"] = float(
+            np.mean([all_equal(group) for group in with_a_score])
+        )
+    if rollouts.scoring:
+        result["time/reward_models"] = rollouts.scoring
+    if drafted and counts is not None:
+        steps = sum(trajectory.steps for trajectory in trajectories)
+        result["speculative/accepted_per_step"] = float(lengths.sum() / steps - 1)
+    if ended.any():
+        result |= {
+            f"completion/{name}_terminated_length": float(getattr(lengths[ended], name)())
+            for name in ("mean", "min", "max")
+        }
+    return result | scores.metrics | by_source.of_rollouts(rollouts, scores)
+
+
+def generator_flops(rollouts: Rollouts, operations: Operations) -> float:
+    """Returns the FLOPs of the generator for these trajectories; 0 where none was called.
+
+    Groups that dynamic sampling dropped are counted by their tokens only; their attention FLOPs are
+    left out.
+    """
+    counts = rollouts.counts
+    if counts is None:
+        return 0.0
+    lengths = [len(row.segment.tokens) for row in rollouts.rows]
+    return operations.forward(lengths, weighed=counts["prefill"] + counts["useful"])
+
+
+def generator_rates(
+    rollouts: Rollouts, operations: Operations, generator: Generator, layout: Layout
+) -> dict[str, float]:
+    """Returns the rates of the generator while it sampled these groups; {} where none was
+    called."""
+    counts = rollouts.counts
+    if counts is None:
+        return {}
+    flops = generator_flops(rollouts, operations)
+    weights_read = counts["steps"] * generator.weight_bytes
+    shares = memory_share(weights_read, rollouts.seconds, layout)
+    return rates("sample", flops, counts["tokens"], rollouts.seconds, layout) | shares
