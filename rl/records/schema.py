@@ -37,7 +37,7 @@ class MediaEntry(TypedDict):
 
 
 class SampleRecord(RecordedLine):
-    """A completion; `records` of rl/stages/sampling/rollouts.py says what its keys hold."""
+    """A completion; `sample_lines` of rl/stages/sampling/records.py says what its keys hold."""
 
     prompt_id: int
     sample: int

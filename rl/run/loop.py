@@ -29,10 +29,10 @@ from rl.run.prepare import Prepared, prepare, with_date
 from rl.run.resume.continued import continued_on_all, folder_state, has_known_steps
 from rl.run.signals import StopSignal
 from rl.run.state import Run, is_finished
-from rl.run.steps.measures import Measures
+from rl.run.steps.held_out import HeldOutMetrics
 from rl.run.steps.notes import StepNotes
-from rl.run.steps.outlook import step_metrics
 from rl.run.steps.start import start_run, start_stage
+from rl.run.steps.step_metrics import step_metrics
 from rl.run.steps.until import is_reached
 from rl.run.unfinished.stop import StoppedAt
 from rl.stages.stage import StageKind
@@ -91,9 +91,9 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
     Returns where the run stopped, with its weights exported, if `rl stop` asked for it.
     """
     state = start_stage(run, stage, checkpoint)
-    measures = Measures(run, stage)
+    held_out = HeldOutMetrics(run, stage)
     notes = StepNotes(run, stage, resumed=checkpoint is not None)
-    if checkpoint is None and (metrics := measures.before_first_step(state)):
+    if checkpoint is None and (metrics := held_out.before_first_step(state)):
         run.events.step(stage.name, 0, metrics)
     steps = run.config.stages[stage.index].total_steps
     done = 0 if checkpoint is None else checkpoint["step"]
@@ -106,7 +106,7 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
         metrics |= step_metrics(metrics, span.seconds, run.model.graph.layout)
         until_reached = is_reached(stage.options.until, metrics)
         notes.after_step(metrics, left=0 if until_reached else steps - step)
-        until_reached = measures.after_step(state, step, metrics, until_reached)
+        until_reached = held_out.after_step(state, step, metrics, until_reached)
         ended = until_reached or step == steps
         run.events.step(stage.name, step, metrics)  # a line of events.jsonl
         stage.check_update(metrics)
@@ -120,7 +120,7 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
             break
         if step in new_settings_after:
             run.use(stage, step + 1)
-            measures.use(stage.config)
+            held_out.use(stage.config)
 
     state = run.best_state(stage, state, done)
     stage.finish(state, run.folder.write_once)

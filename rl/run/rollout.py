@@ -41,8 +41,8 @@ from rl.run.prepare import Prepared, prepare, with_date
 from rl.run.resume.continued import saved
 from rl.run.signals import StopSignal
 from rl.run.state import Run
-from rl.run.steps.outlook import step_metrics
 from rl.run.steps.start import start_run
+from rl.run.steps.step_metrics import step_metrics
 from rl.stages.context import Progress
 from rl.stages.online import Stage
 from rl.stages.sampling.metrics import generator_flops, generator_rates, group_metrics

@@ -25,6 +25,7 @@ from rl.run.health import start_checks
 from rl.run.resume.best import BestSteps
 from rl.run.resume.continued import PlaceOfRun
 from rl.run.signals import StopSignal
+from rl.run.steps.until import first_process_value
 from rl.run.unfinished import stop
 from rl.stages.context import Context
 from rl.stages.sharing import describe
@@ -187,10 +188,7 @@ class Run(Context):
         number = sum(each.total_steps + 1 for each in stages[: stage.index]) + step
         best = stage.options.best
         if best is not None:
-            # A metric may differ between processes (time, a server, random numbers): the first one
-            # decides for all.
-            value = metrics.get(best.metric)
-            value = processes.broadcast(None if value is None else float(value))
+            value = first_process_value(metrics, best.metric)
             if due or value is not None:
                 self.best.keep(self.checkpoints.numbers())
                 due = self.best.improved(number, step, value) or due

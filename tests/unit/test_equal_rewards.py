@@ -21,7 +21,9 @@ def notes(steps, *overrides, fresh=True):
     """(step, note) of the notes about these steps of the last stage of the quickstart."""
     stage = rl.stages.create(load(["configs/quickstart.yml"], overrides))[-1]
     watch = EqualRewards(stage, fresh)
-    return [(step, text) for step, metrics in enumerate(steps, 1) if (text := watch.after(metrics))]
+    return [
+        (step, text) for step, metrics in enumerate(steps, 1) if (text := watch.after_step(metrics))
+    ]
 
 
 def test_problems_that_are_too_hard_are_noted_once():

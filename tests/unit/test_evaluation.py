@@ -12,6 +12,7 @@ from rl.config.data import EvaluationOptions
 from rl.data.datasets import Example
 from rl.data.encoded import Problem
 from rl.errors import DataError
+from rl.run.steps.held_out import is_due
 from rl.stages.sampling import evaluation
 from rl.stages.sampling.evaluation import Evaluation, pass_at_k
 from rollout import Completion, SamplingParams
@@ -121,17 +122,10 @@ def test_what_counts_as_correct_can_be_said():
 
 
 def test_evaluations_are_due_every_so_many_steps():
-    def due(steps, **options):
-        evaluation = Evaluation(
-            EvaluationOptions.model_validate({"data": {"task": "arithmetic"}} | options),
-            [],
-            None,
-            None,
-        )
-        return [step for step in range(1, steps + 1) if evaluation.due(step)]
-
-    assert due(7, every=3) == [3, 6]
-    assert due(7) == []
+    options = EvaluationOptions.model_validate({"data": {"task": "arithmetic"}, "every": 3})
+    evaluation = Evaluation(options, [], None, None)
+    assert [step for step in range(1, 8) if is_due(step, evaluation.every)] == [3, 6]
+    assert not any(is_due(step, every=0) for step in range(1, 8))
 
 
 def test_a_metric_of_ones_own_gets_each_column_once():

@@ -16,7 +16,7 @@ from rl.records import trackers
 from rl.records.events import EventLog, Events, read
 from rl.records.run_files import EVENTS, SAMPLES, TOKENS
 from rl.records.samples import TOKEN
-from rl.run.steps.outlook import Outlook
+from rl.run.steps.remaining_time import RemainingTime
 
 STAGES = ["sft", "grpo"]
 
@@ -174,10 +174,13 @@ def test_a_terminal_of_80_columns_cuts_no_name(tmp_path, capsys, monkeypatch):
 
 
 def test_the_time_left_is_that_of_the_median_of_three_steps():
-    estimate, step = Outlook(), {"perf/step_tokens_per_s": 4940.0, "perf/step_tflops_per_s": 0.012}
+    estimate, step = (
+        RemainingTime(),
+        {"perf/step_tokens_per_s": 4940.0, "perf/step_tflops_per_s": 0.012},
+    )
     seconds = [46.0, 9.0, 1.0, 30.0, 2.0, 1.0]
     texts = [
-        estimate.after(step | {"time/step": s, "time/sample": s / 2}, 10 - n)
+        estimate.after_step(step | {"time/step": s, "time/sample": s / 2}, 10 - n)
         for n, s in enumerate(seconds, 1)
     ]
     assert [bool(text) for text in texts] == [False] * 4 + [True, False]

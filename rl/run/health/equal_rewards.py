@@ -44,7 +44,7 @@ class EqualRewards:
         self._correct_at = stage.config.evaluation.correct_at if stage.config.evaluation else 1.0
         self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT)
 
-    def after(self, metrics: Mapping[str, float]) -> str | None:
+    def after_step(self, metrics: Mapping[str, float]) -> str | None:
         """Takes the metrics of a step. Returns the note when it is due, once.
 
         Steps without a score count for nothing: `rewards.unscored_steps` is about them.

@@ -10,17 +10,20 @@ from rl.config.stage import UntilOptions
 
 def is_reached(until: UntilOptions | None, metrics: Mapping[str, float]) -> bool:
     """Returns whether the metrics of a step reach the bound of `until`; False without `until` and
-    without its metric.
-
-    A metric may be absent on a process or differ there (time, a server), so the first process
-    decides for all.
-    """
+    without its metric."""
     if until is None:
         return False
-    value = metrics.get(until.metric)
-    value = processes.broadcast(None if value is None else float(value))
+    value = first_process_value(metrics, until.metric)
     if value is None:
         return False
     above = until.at_least is not None and value >= until.at_least
     below = until.at_most is not None and value <= until.at_most
     return bool(above or below)
+
+
+def first_process_value(metrics: Mapping[str, float], name: str) -> float | None:
+    """Returns a metric of a step as the first process has it; None: it has none. It may be absent
+    on a process or differ there (time, a server, random numbers), so the first one decides for
+    all."""
+    value = metrics.get(name)
+    return processes.broadcast(None if value is None else float(value))

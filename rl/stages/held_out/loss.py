@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rl.algorithms import reduce_metrics
+from rl.stages.sampling.by_source import numbers_by_prefix
 
 if TYPE_CHECKING:
     from rl.stages.stage import StageKind
@@ -35,11 +36,11 @@ class HeldOutLoss:
         """Returns the loss of a stage, or None if it has no held-out rows."""
         return None if stage.options.held_out is None else cls(stage)
 
-    def due(self, step: int) -> bool:
-        """Whether step number `step` (from 1) is followed by a measurement, apart from the last
-        step."""
+    @property
+    def every(self) -> int:
+        """After how many steps a measurement follows; 0: only after the last one."""
         options = self._stage.options.held_out
-        return options is not None and bool(options.every) and step % options.every == 0
+        return 0 if options is None else options.every
 
     def run(self, state: Any) -> dict[str, float]:
         """Returns held_out/NAME for each metric NAME of the loss under the weights of a state, and
@@ -74,11 +75,9 @@ class HeldOutLoss:
         """Returns the rows of all sources, and of each of several, by the beginning of the names of
         their metrics."""
         stage = self._stage
-        assert stage.held_out_rows is not None
-        numbers = {"held_out/": [*range(stage.held_out_rows.total)]}
-        sources = stage.held_out_rows.sources or ()
-        for name in sorted(set(sources)):
-            numbers[f"held_out/{name}/"] = [n for n, each in enumerate(sources) if each == name]
+        held_out = stage.held_out_rows
+        assert held_out is not None
+        numbers = numbers_by_prefix("held_out/", held_out.total, held_out.sources or ())
         return {prefix: stage.held_out_examples(each) for prefix, each in numbers.items()}
 
     @cached_property

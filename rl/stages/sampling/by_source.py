@@ -35,6 +35,18 @@ def of_rollouts(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
     return result
 
 
+def numbers_by_prefix(
+    prefix: str, count: int, sources: Sequence[str | None]
+) -> dict[str, list[int]]:
+    """Returns the numbers of all of `count` rows, and of those of each source, by the beginning of
+    the names of their metrics: `prefix`, and `prefix` with the source. sources: of each row; () for
+    rows without sources."""
+    result = {prefix: [*range(count)]}
+    for name in sorted({each for each in sources if each is not None}):
+        result[f"{prefix}{name}/"] = [n for n, each in enumerate(sources) if each == name]
+    return result
+
+
 def of_rows(sources: Sequence[str]) -> dict[str, float]:
     """Returns source/NAME/rows of each source of the rows of a step."""
     return {f"source/{name}/rows": float(count) for name, count in sorted(Counter(sources).items())}

@@ -16,6 +16,7 @@ from rewards.workers.rounding import at_least
 from rl.config.data import EvaluationOptions
 from rl.data.encoded import Problem
 from rl.errors import DataError
+from rl.stages.sampling.by_source import numbers_by_prefix
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
@@ -69,10 +70,10 @@ class Evaluation:
         self._params = params
         self._record = record
 
-    def due(self, step: int) -> bool:
-        """Whether step number `step` (from 1) of a stage is followed by an evaluation, apart from
-        its last."""
-        return bool(self.options.every and step % self.options.every == 0)
+    @property
+    def every(self) -> int:
+        """After how many steps an evaluation follows; 0: only after the last one."""
+        return self.options.every
 
     def run(self, step: int = 0) -> dict[str, float]:
         """Returns eval/greedy_accuracy, eval/reward_mean and eval/pass@k after a step, and what
@@ -86,9 +87,10 @@ class Evaluation:
         options = self.options
         greedy, sampled = params_of(options, self._params)
         trajectories, totals = self._rollouts(greedy, step)
-        sources = self._sources()
+        sources = [problem.example.source for problem in self.problems]
+        problems = numbers_by_prefix("eval/", len(self.problems), sources)
         metrics = {}
-        for prefix, rows in sources.items():
+        for prefix, rows in problems.items():
             metrics |= {
                 f"{prefix}{name}": each for name, each in self._greedy(totals[rows]).items()
             }
@@ -97,19 +99,10 @@ class Evaluation:
         if options.samples:
             totals = self._rollouts(sampled, step)[1].reshape(len(self.problems), options.samples)
             metrics["eval/samples"] = float(options.samples)
-            for prefix, rows in sources.items():
+            for prefix, rows in problems.items():
                 of_rows = self._sampled(totals[rows])
                 metrics |= {f"{prefix}{name}": each for name, each in of_rows.items()}
         return metrics | {"time/eval": time.perf_counter() - began}
-
-    def _sources(self) -> dict[str, list[int]]:
-        """Returns the problems of all sources, and of each where problems have sources, by the
-        beginning of the names of their metrics."""
-        result = {"eval/": [*range(len(self.problems))]}
-        sources = [problem.example.source for problem in self.problems]
-        for name in sorted({each for each in sources if each is not None}):
-            result[f"eval/{name}/"] = [n for n, each in enumerate(sources) if each == name]
-        return result
 
     def _greedy(self, totals_P: np.ndarray) -> dict[str, float]:
         """Returns the metrics of greedy completions with these rewards."""

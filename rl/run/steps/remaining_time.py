@@ -1,42 +1,24 @@
-"""Computes the rates of a step, and estimates the remaining time of a stage."""
+"""Estimates the remaining time of a stage."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
-from rl.accounting import memory
-from rl.accounting.flops import rates
-
-if TYPE_CHECKING:
-    from policy.mesh.sharding import Layout
+from rl.run.steps.step_metrics import PHASES
 
 STEADY_STEPS = (3, 5)
 """First and last step, from the start of the process, whose median time predicts the later ones.
 None compiles."""
-_PHASES = ("sync", "sample", "reward_models", "logprob", "reward", "update")
-"""Phases of a step, named as in time/<phase>. The remainder is idle time."""
 
 
-def step_metrics(metrics: Mapping[str, float], seconds: float, layout: Layout) -> dict[str, float]:
-    """Returns time, rates and memory of a step that took `seconds`, from its other metrics."""
-    idle = max(0.0, seconds - sum(metrics.get(f"time/{phase}", 0.0) for phase in _PHASES))
-    work = metrics["perf/step_tflop"] * 1e12, metrics["perf/step_tokens"]
-    return (
-        {"time/step": seconds, "time/idle": idle}
-        | rates("step", *work, seconds, layout)
-        | memory.metrics()
-    )
-
-
-class Outlook:
+class RemainingTime:
     """Estimates the remaining time of a stage, once."""
 
     def __init__(self) -> None:
         self._steps: list[Mapping[str, float]] = []
 
-    def after(self, metrics: Mapping[str, float], left: int) -> str | None:
+    def after_step(self, metrics: Mapping[str, float], left: int) -> str | None:
         """Takes the metrics of a step. Returns the estimate for `left` more steps after the last of
         STEADY_STEPS."""
         first, last = STEADY_STEPS
@@ -46,14 +28,14 @@ class Outlook:
         if len(self._steps) < last:
             return None
         steady = sorted(self._steps[first - 1 :], key=lambda each: each["time/step"])
-        return outlook(steady[(last - first) // 2], left)
+        return _estimate(steady[(last - first) // 2], left)
 
 
-def outlook(metrics: Mapping[str, float], left: int) -> str:
+def _estimate(metrics: Mapping[str, float], left: int) -> str:
     """Returns a line with the phases of a step's time, its rates, and the remaining time for `left`
     steps."""
     seconds = metrics["time/step"]
-    shares = {name: metrics.get(f"time/{name}", 0.0) / seconds for name in _PHASES}
+    shares = {name: metrics.get(f"time/{name}", 0.0) / seconds for name in PHASES}
     shown = ", ".join(
         f"{name} {share:.0%}"
         for name, share in sorted(shares.items(), key=lambda item: -item[1])

@@ -1,5 +1,5 @@
-"""What is measured between the steps of a stage: the policy on held-out problems (`evaluation`) and
-the loss of the stage on held-out rows (`held_out`)."""
+"""Metrics on data that a stage does not train on: those of the policy on held-out problems
+(`evaluation`), and the loss of the stage on held-out rows (`held_out`)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rl.stages.sampling.evaluation import Evaluation
 from rl.stages.stage import StageKind
 
 
-class Measures:
+class HeldOutMetrics:
     """The evaluation and the held-out loss of a stage, of those that its configuration asks for."""
 
     def __init__(self, run: Run, stage: StageKind):
-        """Measures nothing yet. The stage has started in the run."""
+        """Computes nothing yet. The stage has started in the run."""
         self._run = run
         self._stage = stage
         self._evaluation = stage.evaluation(run.held_out)
         both = (self._evaluation, HeldOutLoss.of(stage))
-        self._measures = [each for each in both if each is not None]
+        self._kinds = [each for each in both if each is not None]
 
     def use(self, config: RunConfig) -> None:
         """Takes the settings of the next steps from this configuration."""
@@ -30,48 +30,56 @@ class Measures:
             self._evaluation.options = config.evaluation
 
     def before_first_step(self, state: Any) -> dict[str, float]:
-        """Returns the metrics of all measures; empty if the stage has none."""
+        """Returns the metrics of both kinds; empty if the stage has none."""
         metrics: dict[str, float] = {}
-        for measure in self._measures:
-            self._add(measure, state, 0, metrics)
+        for kind in self._kinds:
+            self._add(kind, state, 0, metrics)
         return metrics
 
     def after_step(
         self, state: Any, step: int, metrics: dict[str, float], until_reached: bool
     ) -> bool:
-        """Adds to the metrics of a step those of the measures that are due after it. Returns whether
-        `until` ends the stage here: a metric that was measured may reach its bound.
+        """Adds to the metrics of a step the held-out metrics that are due after it. Returns whether
+        `until` ends the stage here: a held-out metric may reach its bound.
 
-        until_reached: whether the metrics of the step reach the bound. All measures are due where
-        the stage ends.
+        until_reached: whether the metrics of the step reach the bound. Both kinds are due where the
+        stage ends.
         """
         options = self._stage.options
-        left = self._measures
+        left = self._kinds
         # `options.steps` are those in force at this step, the last one at that time. If the run got
         # more steps afterwards, this evaluation has been made, and a new run of the same
         # configuration makes it too.
         while due := [
-            each for each in left if until_reached or step == options.steps or each.due(step)
+            each
+            for each in left
+            if until_reached or step == options.steps or is_due(step, each.every)
         ]:
-            for measure in due:
-                self._add(measure, state, step, metrics)
+            for kind in due:
+                self._add(kind, state, step, metrics)
             left = [each for each in left if each not in due]
             until_reached = until_reached or is_reached(options.until, metrics)
         return until_reached
 
     def _add(
-        self, measure: Evaluation | HeldOutLoss, state: Any, step: int, metrics: dict[str, float]
+        self, kind: Evaluation | HeldOutLoss, state: Any, step: int, metrics: dict[str, float]
     ) -> None:
-        """Adds the metrics of one measure after a step."""
-        if isinstance(measure, HeldOutLoss):
-            metrics |= measure.run(state)
+        """Adds the metrics of one kind after a step."""
+        if isinstance(kind, HeldOutLoss):
+            metrics |= kind.run(state)
             return
         timeline = self._run.timeline
         with (
             self._run.resharded() as sync,
             timeline.span("evaluation", stage=self._stage.name, step=step),
         ):
-            evaluated = measure.run(step) | sync
+            evaluated = kind.run(step) | sync
         if "time/sync" in evaluated:  # the evaluation copied the weights for rollouts again
             evaluated["time/sync"] += metrics.get("time/sync", 0.0)
         metrics |= evaluated
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something that follows `every` steps is due after this one, counted from 1; 0: it
+    never is."""
+    return bool(every) and step % every == 0
