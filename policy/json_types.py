@@ -11,3 +11,13 @@ JsonValue: TypeAlias = Union[
 """A decoded value. Lists and mappings are read-only, so that a `list[str]` is one too."""
 JsonObject: TypeAlias = Mapping[str, JsonValue]
 """A decoded object: a record, a line of a file of rows, a section of a configuration."""
+
+
+def as_object(value: object) -> JsonObject:
+    """Returns a decoded object; an empty one for any other value."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_objects(value: object) -> list[JsonObject]:
+    """Returns the objects of a decoded list; none for any other value."""
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []

@@ -14,8 +14,9 @@ import time
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TypedDict
 
+from policy.json_types import JsonValue
 from policy.mesh import processes
 from rl.errors import DuetError, ResourceError, no_room
 from rl.records.run_files import ATTEMPTS, attempt_entries
@@ -34,6 +35,15 @@ _PACKAGES = (
 )
 
 
+class DeviceFacts(TypedDict):
+    """The devices of a run, as run.json has them. kind: as jax names the first device."""
+
+    platform: str
+    kind: str
+    count: int
+    processes: int
+
+
 class Manifest:
     """One attempt of a run, from `__enter__` to `__exit__`. A killed process leaves an attempt
     without an end.
@@ -43,14 +53,14 @@ class Manifest:
 
     def __init__(self, directory: Path):
         self._path = directory / ATTEMPTS
-        self._attempts: list[dict[str, Any]] = []
+        self._attempts: list[dict[str, object]] = []
 
     def __enter__(self) -> Manifest:
         if processes.first():
-            self._attempts = attempt_entries(self._path.parent, [])
+            self._attempts = [{**each} for each in attempt_entries(self._path.parent, [])]
             if not self._attempts and self._path.exists():  # damaged: kept for people
                 self._path.replace(self._path.with_suffix(".json.damaged"))
-            attempt = {
+            attempt: dict[str, object] = {
                 "start": round(time.time(), 3),
                 "command": sys.argv,
                 "directory": os.getcwd(),
@@ -61,7 +71,7 @@ class Manifest:
             self._write()
         return self
 
-    def note(self, **facts: Any) -> None:
+    def note(self, **facts: object) -> None:
         """Adds facts to the attempt, for instance its devices."""
         if processes.first():
             self._attempts[-1] |= facts
@@ -109,16 +119,20 @@ def versions() -> dict[str, str]:
     return result
 
 
-def devices() -> dict[str, Any]:
+def devices() -> DeviceFacts:
     """Returns platform, kind and number of jax's devices, and the number of processes."""
     import jax
 
     every = jax.devices()
-    first = {"platform": every[0].platform, "kind": every[0].device_kind}
-    return first | {"count": len(every), "processes": processes.count()}
+    return {
+        "platform": every[0].platform,
+        "kind": every[0].device_kind,
+        "count": len(every),
+        "processes": processes.count(),
+    }
 
 
-def git_state() -> dict[str, Any]:
+def git_state() -> dict[str, JsonValue]:
     """Returns {"git": {"commit", "changed"}} of the working directory; {} outside a repository or
     without git."""
     try:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from policy.json_types import JsonObject, JsonValue
 from rewards.suggest import nearest, nearest_path
 from rl.config import yaml_tree
 from rl.errors import ConfigError
@@ -51,7 +52,7 @@ class Damage:
 class RecordedStep(NamedTuple):
     """The metrics of a step and its Unix seconds; None in runs of older versions."""
 
-    metrics: dict[str, Any]
+    metrics: dict[str, JsonValue]
     time: float | None
 
 
@@ -64,7 +65,7 @@ class Attempt:
     start: float | None = None
     end: float | None = None
     code: int | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: JsonObject = field(default_factory=dict)
 
     def best(self, stage: str) -> str | None:
         """Returns the step whose weights the run went on with after a stage, with its metric; None:

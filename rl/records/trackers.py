@@ -14,9 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rl.config.run import RunConfig, WandbOptions
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 Metrics = Mapping[str, "float | int | None"]
 
@@ -233,7 +236,7 @@ class LiveConsole:
             TimeRemainingColumn(),
             console=console,
         )
-        self._tasks: dict[str, Any] = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def start_stage(self, name: str, steps: int, first_step: int) -> None:
         self._task(name, first_step)
@@ -256,7 +259,7 @@ class LiveConsole:
     def close(self) -> None:
         self._progress.stop()
 
-    def _task(self, stage: str, first_step: int = 0) -> Any:
+    def _task(self, stage: str, first_step: int = 0) -> TaskID:
         if stage not in self._tasks:
             for task in self._tasks.values():
                 self._progress.stop_task(task)

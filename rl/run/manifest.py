@@ -10,10 +10,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from policy.json_types import JsonObject, JsonValue
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -24,7 +25,7 @@ _COMPLETE = re.compile(r"(\d+)(\.replaced)?")
 _THREADS = 8
 
 
-def seal(directory: Path, content: Mapping[str, Any]) -> None:
+def seal(directory: Path, content: JsonObject) -> None:
     """Hashes and syncs every file below, then writes the manifest: `content`, "format" and "files".
 
     The manifest appears in one step. Returns when files and directories are on the disk. Raises
@@ -127,11 +128,11 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any] | None, str]:
     return manifest, ""
 
 
-def _canonical(value: Any) -> str:
+def _canonical(value: JsonValue) -> str:
     return json.dumps(value, indent=1, sort_keys=True)
 
 
-def _digest(value: Any) -> str:
+def _digest(value: JsonValue) -> str:
     return hashlib.sha256(_canonical(value).encode()).hexdigest()
 
 

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
+from policy.json_types import JsonObject
 from rewards.text import quoted
 from rl.errors import Fault
 from rl.views.explain.learning import MIN_STEPS
@@ -82,14 +83,10 @@ def length_paid(stage: StageRecord) -> float:
     that differ."""
     groups: dict[tuple, list[tuple[float, float]]] = defaultdict(list)
     for sample in stage.samples:
-        tokens = (
-            sample.get("n")
-            or len(sample.get("tokens") or ())
-            or len(str(sample.get("completion") or ""))
-        )
-        if isinstance(sample.get("reward"), (int, float)):
+        reward = sample.get("reward")
+        if isinstance(reward, (int, float)):
             groups[sample.get("step"), sample.get("prompt_id")].append(
-                (float(tokens), float(sample["reward"]))
+                (_length(sample), float(reward))
             )
     measured = [
         correlation([length for length, _ in group], [reward for _, reward in group])
@@ -151,3 +148,14 @@ def marker_share(stage: StageRecord) -> float:
     return (
         sum(bool(MARKERS.search(text)) for text in texts) / len(texts) if len(texts) >= 8 else 0.0
     )
+
+
+def _length(sample: JsonObject) -> float:
+    """Returns the tokens of a completion; its characters where none are recorded."""
+    count = sample.get("n")
+    tokens = sample.get("tokens")
+    if isinstance(count, int) and count:
+        return float(count)
+    if isinstance(tokens, list) and tokens:
+        return float(len(tokens))
+    return float(len(str(sample.get("completion") or "")))

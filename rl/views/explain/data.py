@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import exp
-from typing import Any
 
+from policy.json_types import JsonObject, JsonValue, as_objects
 from rewards.text import quoted
 from rl.errors import Fault
 from rl.views.explain.learning import MIN_STEPS
@@ -171,7 +171,7 @@ def _share_of_greedy(stage: StageRecord) -> float:
 def templates(run: RunRecord) -> Iterator[Fault]:
     """Names stages whose prompts are rendered in different ways, and evaluations that differ from
     the training."""
-    previous: tuple[StageRecord, Mapping[str, Any]] | None = None
+    previous: tuple[StageRecord, JsonObject] | None = None
     for stage in run.stages:
         if not (shape := _rendering(stage.setting("data")[0])):
             continue
@@ -191,7 +191,7 @@ def templates(run: RunRecord) -> Iterator[Fault]:
         yield _different(stage, f"{stage.name} and its evaluation", shape, _rendering(data))
 
 
-def _rendering(data: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rendering(data: JsonObject) -> JsonObject:
     """Returns what decides how a plain prompt is rendered."""
     if not data:
         return {}
@@ -203,9 +203,7 @@ def _rendering(data: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def _different(
-    stage: StageRecord, who: str, one: Mapping[str, Any], other: Mapping[str, Any]
-) -> Fault:
+def _different(stage: StageRecord, who: str, one: JsonObject, other: JsonObject) -> Fault:
     keys = [key for key in one if one[key] != other[key]]
     shown = ", ".join(f"{key}: {one[key]} and {other[key]}" for key in keys)
     return Fault(
@@ -224,14 +222,14 @@ def _different(
 def inspection(run: RunRecord) -> Iterator[Fault]:
     """Repeats the warnings of the checks at the start of the run that announce an illness."""
     for each in run.inspection:
-        illness = INSPECTION.get(each.get("check", 0))
+        illness = INSPECTION.get(check) if isinstance(check := each.get("check"), int) else None
         if illness and each.get("level") in ("warn", "refuse"):
             yield Fault(
                 str(each.get("text")),
-                cause=f"Check {each['check']} at the start of the run",
+                cause=f"Check {check} at the start of the run",
                 change=str(each.get("change") or f"Run `rl inspect {quoted(run.path)}`"),
                 name=illness,
-                stage=each.get("stage"),
+                stage=_stage_of(each.get("stage")),
                 step=0,
                 severity=0.6,
                 level="warn",
@@ -241,14 +239,18 @@ def inspection(run: RunRecord) -> Iterator[Fault]:
 @run_rule
 def probe(run: RunRecord) -> Iterator[Fault]:
     """Repeats what the probe before the first step showed."""
-    for problem in run.probed.get("problems") or ():
+    for problem in as_objects(run.probed.get("problems")):
         yield Fault(
             str(problem.get("text")),
             cause="The probe before the first step shows it",
             change=f"Run `rl inspect {quoted(run.path)} --probe 64`",
             name=str(problem.get("illness")),
-            stage=run.probed.get("stage"),
+            stage=_stage_of(run.probed.get("stage")),
             step=0,
             severity=0.3,
             level="warn",
         )
+
+
+def _stage_of(value: JsonValue) -> str | None:
+    return value if isinstance(value, str) else None

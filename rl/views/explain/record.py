@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from policy.json_types import JsonObject, JsonValue, as_object, as_objects
 from rl.config.stage_names import stage_names
 from rl.errors import ConfigError
 from rl.records.messages import identity
@@ -45,9 +46,9 @@ class StageRecord:
 
     name: str
     index: int
-    options: Mapping[str, Any]
-    rows: list[tuple[int, Mapping[str, Any]]]
-    evaluations: list[tuple[int, Mapping[str, Any]]]
+    options: JsonObject
+    rows: list[tuple[int, JsonObject]]
+    evaluations: list[tuple[int, JsonObject]]
     run: RunRecord
 
     def series(self, metric: str) -> Series:
@@ -60,7 +61,7 @@ class StageRecord:
         return _series(self.evaluations, metric)
 
     @property
-    def algorithm(self) -> Mapping[str, Any]:
+    def algorithm(self) -> JsonObject:
         """Returns name and options of the algorithm."""
         value = self.options.get("algorithm") or {}
         return value if isinstance(value, Mapping) else {"name": str(value)}
@@ -80,7 +81,7 @@ class StageRecord:
         """How many steps of the stage have an event."""
         return len(self.rows)
 
-    def option(self, dotted: str, default: Any) -> Any:
+    def option(self, dotted: str, default: JsonValue) -> Any:
         """Returns an option of the stage by its dotted key, or `default` where it is absent or
         null."""
         return lookup(self.options, dotted, default)
@@ -105,7 +106,7 @@ class StageRecord:
         is_default = self.run.changed is not None and self.key(dotted) not in self.run.changed
         return f"{self.key(dotted)} ({'by default ' if is_default else 'now '}{shown})"
 
-    def setting(self, section: str) -> tuple[Mapping[str, Any], str]:
+    def setting(self, section: str) -> tuple[JsonObject, str]:
         """Returns (section of the stage, or else of the run; its dotted key): `data` or `rewards`.
         The section is {} for several datasets."""
         own = self.options.get(section)
@@ -116,7 +117,7 @@ class StageRecord:
         return (value if isinstance(value, Mapping) else {}), key
 
     @cached_property
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self) -> list[JsonObject]:
         """The newest training samples of the stage that are read."""
         return [
             row for row in self.run.samples if row.get("stage") == self.name and not row.get("eval")
@@ -229,16 +230,16 @@ class RunRecord:
     """
 
     path: Path
-    config: Mapping[str, Any]
+    config: JsonObject
     stages: list[StageRecord] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    inspection: list[dict[str, Any]] = field(default_factory=list)
-    probed: Mapping[str, Any] = field(default_factory=dict)
+    inspection: list[JsonObject] = field(default_factory=list)
+    probed: JsonObject = field(default_factory=dict)
     changed: frozenset[str] | None = None
 
     @cached_property
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self) -> list[JsonObject]:
         """Samples at the end of the newest file of samples."""
         return list(_newest_samples(self.path))
 
@@ -264,25 +265,24 @@ def read(directory: str | Path) -> RunRecord:
     if not read_steps:
         raise ConfigError(f"{path}: the run has no event yet; wait for its first step")
     last = attempts(path, [])[-1:]
-    recorded = [
-        each.facts["changed"] for each in last if isinstance(each.facts.get("changed"), list)
-    ]
+    recorded = [changed for each in last if isinstance(changed := each.facts.get("changed"), list)]
     record = RunRecord(
         path,
         read_config(path, []),
         damaged=[each.line for each in damage],
-        inspection=read_json(path / "inspection.json", []).get("findings", []),
+        inspection=as_objects(read_json(path / "inspection.json", []).get("findings")),
         probed=read_json(path / "probe.json", []),
         changed=frozenset(map(str, recorded[0])) if recorded else None,
     )
     record.ends.extend(each.code for each in last if each.code is not None)
-    by_stage: dict[str, list[tuple[int, Mapping[str, Any]]]] = {}
+    by_stage: dict[str, list[tuple[int, JsonObject]]] = {}
     for (stage, number), step in read_steps.items():
         by_stage.setdefault(stage, []).append((number, step.metrics))
     names = stage_names(record.config)
+    sections = record.config.get("stages")
     for name, rows in by_stage.items():
         index = names.index(name) if name in names else len(record.stages)
-        options = record.config["stages"][index] if name in names else {}
+        options = as_object(sections[index]) if isinstance(sections, list) and name in names else {}
         evaluations = [each for each in rows if any(key.startswith("eval/") for key in each[1])]
         record.stages.append(
             StageRecord(name, index, options, [r for r in rows if r[0] > 0], evaluations, record)
@@ -290,7 +290,7 @@ def read(directory: str | Path) -> RunRecord:
     return record
 
 
-def _newest_samples(path: Path) -> Iterator[dict[str, Any]]:
+def _newest_samples(path: Path) -> Iterator[JsonObject]:
     """Yields the samples at the end of the newest file: samples.jsonl, or the last segment
     samples/*.jsonl before it.
     """
@@ -309,17 +309,17 @@ def _newest_samples(path: Path) -> Iterator[dict[str, Any]]:
                     yield row
 
 
-def _series(rows: list[tuple[int, Mapping[str, Any]]], metric: str) -> Series:
-    pairs = [(step, metrics[metric]) for step, metrics in rows if _is_number(metrics.get(metric))]
-    return Series([step for step, _ in pairs], [float(value) for _, value in pairs])
+def _series(rows: list[tuple[int, JsonObject]], metric: str) -> Series:
+    pairs = [
+        (step, float(value))
+        for step, metrics in rows
+        if isinstance(value := metrics.get(metric), (int, float)) and math.isfinite(value)
+    ]
+    return Series([step for step, _ in pairs], [value for _, value in pairs])
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-def lookup(tree: Mapping[str, Any], dotted: str, default: Any) -> Any:
-    value: Any = tree
+def lookup(tree: JsonObject, dotted: str, default: JsonValue) -> Any:
+    value: JsonValue = tree
     for part in dotted.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return default if value is None else value

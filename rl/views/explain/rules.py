@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from policy.json_types import JsonValue
 from rl.errors import Fault
 from rl.views.explain.record import RunRecord, StageRecord
 
@@ -27,7 +27,7 @@ def run_rule(rule: RunRule) -> RunRule:
     return rule
 
 
-def to_json(fault: Fault) -> dict[str, Any]:
+def to_json(fault: Fault) -> dict[str, JsonValue]:
     """Returns a fault as `rl explain --json` prints it."""
     return {
         "illness": fault.name,

@@ -94,8 +94,11 @@ def unscored_evaluations(stage: StageRecord) -> Iterator[Fault]:
 
 def _functions(stage: StageRecord) -> str:
     """Returns the names of the reward functions of a stage."""
-    functions = stage.setting("rewards")[0].get("functions") or []
-    names = [str(each.get("name", each) if isinstance(each, dict) else each) for each in functions]
+    functions = stage.setting("rewards")[0].get("functions")
+    names = [
+        str(each.get("name", each) if isinstance(each, dict) else each)
+        for each in (functions if isinstance(functions, list) else ())
+    ]
     return ", ".join(names) or "the reward"
 
 

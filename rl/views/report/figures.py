@@ -6,8 +6,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from policy.json_types import JsonValue
 from rl.views.report import svg
 from rl.views.report.charts import Chart, choose
 from rl.views.report.read import RecordedRun
@@ -187,7 +187,7 @@ def _legend(chart: Chart) -> str:
     return f'<div class="legend">{"".join(entries)}</div>' if entries else ""
 
 
-def as_json(value: Any) -> str:
+def as_json(value: JsonValue) -> str:
     """Returns JSON that cannot end the script element that holds it."""
     shown = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     shown = shown.encode("utf-8", "replace").decode()

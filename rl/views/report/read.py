@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from policy.json_types import JsonObject, JsonValue, as_object, as_objects
 from rl.errors import ConfigError
 from rl.records.run_files import (
     CURRICULUM,
@@ -65,10 +65,10 @@ class RecordedRun:
     seconds: dict[tuple[str, int], float] = field(default_factory=dict)
     times: dict[tuple[str, int], float] = field(default_factory=dict)
     attempts: list[Attempt] = field(default_factory=list)
-    config: dict[str, Any] = field(default_factory=dict)
-    programs: list[dict[str, Any]] = field(default_factory=list)
-    curricula: dict[str, Any] = field(default_factory=dict)
-    info: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, JsonValue] = field(default_factory=dict)
+    programs: list[JsonObject] = field(default_factory=list)
+    curricula: dict[str, JsonValue] = field(default_factory=dict)
+    info: dict[str, JsonValue] = field(default_factory=dict)
     damage: list[Damage] = field(default_factory=list)
 
     @property
@@ -104,10 +104,7 @@ def read_run(directory: str | Path, part: ReportPart | None = None) -> RecordedR
     run.attempts = attempts(path, run.damage)
     run.info = dict(run.attempts[-1].facts) if run.attempts else {}
     run.curricula = read_json(path / CURRICULUM, run.damage)
-    programs = read_json(path / PROGRAMS, run.damage).get("programs")
-    run.programs = (
-        [each for each in programs if isinstance(each, dict)] if isinstance(programs, list) else []
-    )
+    run.programs = as_objects(read_json(path / PROGRAMS, run.damage).get("programs"))
     run.restarts = _restarts(run)
     return run
 
@@ -162,7 +159,7 @@ def _fill(run: RecordedRun, shown: Mapping[tuple[str, int], RecordedStep]) -> No
         run.metrics[name] = Metric(stage[row[order]], step[row[order]], value[order])
 
 
-def _column(values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+def _column(values: Sequence[JsonValue]) -> tuple[np.ndarray, np.ndarray]:
     """Returns the numbers of a metric, float[n] with NaN for null, and which of its values are
     numbers or null, bool[n].
     """
@@ -189,7 +186,7 @@ def _restarts(run: RecordedRun) -> list[tuple[str, int]]:
 
 def evaluation_problems(run: RecordedRun) -> int | None:
     """Returns how many problems an evaluation of the run has by its configuration, or None."""
-    count = (run.config.get("evaluation") or {}).get("problems")
+    count = as_object(run.config.get("evaluation")).get("problems")
     return count if isinstance(count, int) and count > 0 else None
 
 

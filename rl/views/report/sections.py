@@ -6,8 +6,9 @@ import json
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypeVar
 
+from policy.json_types import JsonValue, as_object, as_objects
 from rl.config.stage_names import stage_names
 from rl.views.report import settings, summary
 from rl.views.report.plans import ACCURACY
@@ -15,6 +16,7 @@ from rl.views.report.read import RecordedRun
 from rl.views.report.series import esc, seconds_text, text
 from rl.views.report.svg import TONES
 
+_Row = TypeVar("_Row")
 _EVALUATIONS = 300  # rows of their table
 _LONGEST = 40_000  # characters of a configuration
 _ROWS = 12  # rows of a table of programs before the rest is folded
@@ -215,9 +217,7 @@ def _stage_rows(run: RecordedRun) -> list[list[str]]:
     rows = []
     planned = entries if isinstance(entries, list) else []
     for number, name in enumerate(_stage_names(run)):
-        entry = (
-            planned[number] if number < len(planned) and isinstance(planned[number], dict) else {}
-        )
+        entry = as_object(planned[number]) if number < len(planned) else {}
         _, last = run.steps.get(name, (0, 0))
         spent = [run.seconds[place] for place in run.seconds if place[0] == name]
         before = max(
@@ -325,7 +325,7 @@ def evaluation_table(runs: Sequence[RecordedRun]) -> str:
     )
 
 
-def _spread(every: Sequence[Any]) -> Sequence[Any]:
+def _spread(every: Sequence[_Row]) -> Sequence[_Row]:
     """Returns at most _EVALUATIONS of the rows, evenly spread, the first and the last included."""
     if len(every) <= _EVALUATIONS:
         return every
@@ -349,8 +349,7 @@ def curricula(run: RecordedRun) -> str:
     """Returns the histograms of the curricula of a run, or ""."""
     result = ""
     for stage, shown in run.curricula.items():
-        bars = shown.get("bars") if isinstance(shown, dict) else None
-        rows = [each for each in bars if isinstance(each, dict)] if isinstance(bars, list) else []
+        rows = as_objects(as_object(shown).get("bars"))
         counts = [(_count(each.get("drawn")), _count(each.get("left_out"))) for each in rows]
         most = max((sum(pair) for pair in counts), default=0)
         if not most:
@@ -360,12 +359,12 @@ def curricula(run: RecordedRun) -> str:
             for each, pair in zip(rows, counts, strict=True)
         ]
         head = ("", "", "rows drawn from", "rows left out")
-        title = f"{esc(stage)}: {esc(shown.get('title'))}"
+        title = f"{esc(stage)}: {esc(as_object(shown).get('title'))}"
         result += f'<h3>{title}</h3><div class="card">{table(head, lines, (2, 3))}</div>'
     return result
 
 
-def _count(value: Any) -> int:
+def _count(value: JsonValue) -> int:
     return value if isinstance(value, int) and value > 0 else 0
 
 
@@ -412,7 +411,7 @@ def configuration(runs: Sequence[RecordedRun]) -> str:
     return "".join(parts)
 
 
-def _setting(value: Any) -> str:
+def _setting(value: JsonValue) -> str:
     return (
         '<span class="mono">'
         + (esc(json.dumps(value, ensure_ascii=False)) if value is not None else "-")
@@ -426,7 +425,9 @@ def programs(run: RecordedRun) -> str:
     rows = [
         [
             esc(each.get("name", "?")),
-            esc(" x ".join(map(str, each.get("shape") or []))),
+            esc(
+                " x ".join(map(str, shape if isinstance(shape := each.get("shape"), list) else ()))
+            ),
             *(
                 f"{size(each, key) / 2**20:,.2f}"
                 for key in ("arguments", "temporaries", "outputs", "peak")
@@ -458,7 +459,7 @@ def versions(run: RecordedRun) -> str:
     return f'<div class="card">{table(("", ""), rows[:80])}</div>' if rows else ""
 
 
-def _short(value: Any) -> str:
+def _short(value: JsonValue) -> str:
     shown = (
         value
         if isinstance(value, str)

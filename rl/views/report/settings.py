@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from policy.json_types import JsonObject, JsonValue
 from rl.config.stage_names import stage_names
 from rl.views.report.read import RecordedRun
 
@@ -16,7 +17,7 @@ _NOTHING = (None, False, "", [], {})
 _FREE = ("run.", "profile.")  # change what is kept and shown, and no number
 
 
-def changed(config: Mapping[str, Any]) -> dict[str, Any]:
+def changed(config: JsonObject) -> dict[str, JsonValue]:
     """Returns the part of a saved configuration that differs from the defaults. A key of an older
     version stays."""
     from rl.config.run import RunConfig
@@ -24,14 +25,14 @@ def changed(config: Mapping[str, Any]) -> dict[str, Any]:
     return _changed(config, RunConfig)
 
 
-def yaml_text(value: Mapping[str, Any]) -> str:
+def yaml_text(value: JsonObject) -> str:
     """Returns a configuration as YAML text."""
     from rl.config import yaml_tree
 
     return yaml_tree.dump(dict(value)) if value else ""
 
 
-def _changed(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+def _changed(values: JsonObject, model: type[BaseModel]) -> dict[str, JsonValue]:
     from rl.config.keys import models_in
 
     result = {}
@@ -59,7 +60,7 @@ def _changed(values: Mapping[str, Any], model: type[BaseModel]) -> dict[str, Any
     return result
 
 
-def _algorithm(value: Mapping[str, Any]) -> dict[str, Any]:
+def _algorithm(value: JsonObject) -> dict[str, JsonValue]:
     """Returns name and changed options of an algorithm; all options of one that this version does
     not know."""
     import rl.algorithms
@@ -84,7 +85,7 @@ class RunChange:
     stage: str
     step: int
     key: str
-    values: tuple[Any, Any]
+    values: tuple[JsonValue, JsonValue]
 
 
 def run_changes(run: RecordedRun) -> list[RunChange]:
@@ -114,7 +115,7 @@ def run_changes(run: RecordedRun) -> list[RunChange]:
     return result
 
 
-def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: JsonValue, path: str = "") -> Iterator[tuple[str, JsonValue]]:
     """Yields (dotted key, value) of every value of a configuration."""
     if isinstance(value, Mapping) and value:
         for key, child in value.items():
@@ -126,7 +127,7 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[Any]]]:
+def differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[JsonValue]]]:
     """Returns (dotted key, value in each run) of the keys whose values differ; None where a run has
     no such key.
 

@@ -10,10 +10,10 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 
+from policy.json_types import JsonValue
 from rl.records.run_files import Attempt
 from rl.views.report import settings
 from rl.views.report.plans import ACCURACY, BETTER, HEADLINES
@@ -210,7 +210,7 @@ def state(run: RecordedRun) -> tuple[str, str]:
     return "open", "not finished"
 
 
-def numbers(run: RecordedRun, axis: Axis, verdict: Sequence[str] = ()) -> dict[str, Any]:
+def numbers(run: RecordedRun, axis: Axis, verdict: Sequence[str] = ()) -> dict[str, JsonValue]:
     """Returns the numbers of the report for a program: plain values, null for numbers that are not
     finite."""
     lines = [headline(run, name) for name in headlines([run])]
@@ -234,15 +234,15 @@ def numbers(run: RecordedRun, axis: Axis, verdict: Sequence[str] = ()) -> dict[s
         },
         "damaged": [str(each) for each in run.damage],
     }
-    return _finite(value)
+    return {key: _finite(each) for key, each in value.items()}
 
 
-def _headline_numbers(line: Headline) -> dict[str, Any]:
+def _headline_numbers(line: Headline) -> dict[str, JsonValue]:
     parts = {"first": line.first, "last": line.last, "best": line.best}
     return {key: asdict(part) if part else None for key, part in parts.items()}
 
 
-def _evaluation_numbers(each: EvaluationSummary) -> dict[str, Any]:
+def _evaluation_numbers(each: EvaluationSummary) -> dict[str, JsonValue]:
     low, high = each.interval or (None, None)
     return {
         "stage": each.stage,
@@ -260,7 +260,7 @@ def _evaluation_numbers(each: EvaluationSummary) -> dict[str, Any]:
     }
 
 
-def _series(run: RecordedRun, axis: Axis, metric: Metric) -> dict[str, Any]:
+def _series(run: RecordedRun, axis: Axis, metric: Metric) -> dict[str, JsonValue]:
     shown = curve(*axis.positions(run, metric), metric.value)
     stages = [axis.stages[number] for number in shown.stage.tolist()]
     return {
@@ -276,7 +276,7 @@ def _series(run: RecordedRun, axis: Axis, metric: Metric) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: JsonValue) -> JsonValue:
     if isinstance(value, dict):
         return {key: _finite(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
@@ -336,7 +336,7 @@ def _settings(runs: Sequence[RecordedRun]) -> str:
     return _table(["key", *(run.name for run in runs)], rows, ())
 
 
-def _short(value: Any) -> str:
+def _short(value: JsonValue) -> str:
     shown = "-" if value is None else json.dumps(value, ensure_ascii=False)
     return shown if len(shown) <= 60 else shown[:57] + "..."
 

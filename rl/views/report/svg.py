@@ -9,13 +9,13 @@ keeps a chart near 5 kB.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
+from policy.json_types import JsonValue
 from rl.views.report.charts import Chart, DrawnChart
 from rl.views.report.series import Axis, Curve, esc, is_log, nice_step, text, ticks
 
@@ -211,7 +211,7 @@ def _ink(chart: Chart, scale: Scale) -> str:
     return "".join(parts)
 
 
-def _areas(chart: Chart, scale: Scale, place: Any) -> list[str]:
+def _areas(chart: Chart, scale: Scale, place: Callable[[np.ndarray], np.ndarray]) -> list[str]:
     shown = [line for line in chart.lines if not line.reference]
     below = np.zeros(len(shown[0].curve.x))
     parts = []
@@ -276,7 +276,7 @@ class Data:
 
     def __init__(self) -> None:
         self.xs: list[list[float]] = []
-        self.charts: list[dict[str, Any]] = []
+        self.charts: list[dict[str, JsonValue]] = []
         self._index: dict[tuple[float, ...], int] = {}
 
     def add(self, chart: Chart) -> int:
@@ -295,13 +295,13 @@ class Data:
         )
         return len(self.charts) - 1
 
-    def _line(self, line: DrawnChart) -> dict[str, Any]:
+    def _line(self, line: DrawnChart) -> dict[str, JsonValue]:
         shown = line.curve
         x = tuple(round(float(each), 1) for each in shown.x)
         if x not in self._index:
             self._index[x] = len(self.xs)
             self.xs.append([int(each) if each == int(each) else each for each in x])
-        entry: dict[str, Any] = {
+        entry: dict[str, JsonValue] = {
             "n": line.label,
             "t": line.tone % TONES,
             "x": self._index[x],

@@ -4,10 +4,11 @@ relatives."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TypedDict
 
 from rl.records import thumbnails
 from rl.records.messages import Piece, describe_item, messages, start
+from rl.records.schema import MediaEntry
 from rl.views.viewer import tokens as token_texts
 from rl.views.viewer.index import Index
 from rl.views.viewer.search import SamplePlace, places
@@ -17,7 +18,51 @@ _READ = 64  # completions of a group whose beginnings are read
 _MOST = 500  # relatives of a sample that are listed
 
 
-def short(index: Index, place: SamplePlace) -> dict[str, Any]:
+class ShortSample(TypedDict):
+    """The numbers of a sample, as `IndexedSample` has them; None for one that is not finite."""
+
+    id: str
+    stage: str
+    step: int
+    prompt_id: int
+    sample: int
+    version: int
+    reward: float | None
+    rewards: dict[str, float | None]
+    advantage: float | None
+    gap: float | None
+    len: int
+    finish: str
+    faults: list[str]
+    eval: bool
+
+
+class ListedSample(ShortSample):
+    """A sample of a list: with the beginnings of its prompt and completion."""
+
+    prompt: str
+    completion: str
+
+
+class ShownMedia(MediaEntry):
+    """A picture or sound with a text about it, and the file of its thumbnail if there is one."""
+
+    about: str
+    thumbnail: str | None
+
+
+class FullSample(ShortSample):
+    """A sample of a page. record: its line without `tokens`. messages: [role, pieces] of each
+    message of `prompt` and `completion`."""
+
+    record: dict[str, object]
+    messages: dict[str, list[tuple[str, list[str | ShownMedia]]]]
+    tokens: token_texts.TokenIds
+    group: list[ListedSample | ShortSample]
+    others: list[ShortSample]
+
+
+def short(index: Index, place: SamplePlace) -> ShortSample:
     """Returns the numbers of a sample, without its texts and without reading its line."""
     own = place.numbers
     return {
@@ -38,16 +83,17 @@ def short(index: Index, place: SamplePlace) -> dict[str, Any]:
     }
 
 
-def listed(index: Index, place: SamplePlace) -> dict[str, Any]:
+def listed(index: Index, place: SamplePlace) -> ListedSample:
     """Returns `short` with the beginnings of prompt and completion. Raises as `Place.record`."""
     record = place.record()
-    return short(index, place) | {
+    return {
+        **short(index, place),
         "prompt": start(record, "prompt", _PEEK // 2),
         "completion": start(record, "completion", _PEEK),
     }
 
 
-def full(index: Index, place: SamplePlace, most: int = _MOST) -> dict[str, Any]:
+def full(index: Index, place: SamplePlace, most: int = _MOST) -> FullSample:
     """Returns everything about a sample: record, pieces of its messages, tokens without their
     texts, its group, and the same row of the data at other steps.
 
@@ -55,29 +101,29 @@ def full(index: Index, place: SamplePlace, most: int = _MOST) -> dict[str, Any]:
     """
     record = place.record()
     own = place.tokens(record)
-    result = short(index, place) | {
-        "record": {key: value for key, value in record.items() if key != "tokens"}
+    ids = record.get("tokens")
+    return {
+        **short(index, place),
+        "record": {key: value for key, value in record.items() if key != "tokens"},
+        "messages": {
+            name: [
+                (role, [_shown(index, piece) for piece in pieces])
+                for role, pieces in messages(record, name)
+            ]
+            for name in ("prompt", "completion")
+        },
+        "tokens": (
+            token_texts.numbers(own) if len(own) else {"id": ids if isinstance(ids, list) else []}
+        ),
+        "group": [
+            (listed if number < _READ else short)(index, each)
+            for number, each in enumerate(group(index, place, most))
+        ],
+        "others": [short(index, each) for each in others(index, place, most)],
     }
-    result["messages"] = {
-        name: [
-            [role, [_shown(index, piece) for piece in pieces]]
-            for role, pieces in messages(record, name)
-        ]
-        for name in ("prompt", "completion")
-    }
-    ids = own["id"].tolist() if len(own) else record.get("tokens")
-    result["tokens"] = (
-        token_texts.numbers(own) if len(own) else {"id": ids if isinstance(ids, list) else []}
-    )
-    siblings = group(index, place, most)
-    result["group"] = [
-        (listed if number < _READ else short)(index, each) for number, each in enumerate(siblings)
-    ]
-    result["others"] = [short(index, each) for each in others(index, place, most)]
-    return result
 
 
-def _shown(index: Index, piece: Piece) -> str | dict[str, object]:
+def _shown(index: Index, piece: Piece) -> str | ShownMedia:
     """Returns a piece of a message; a picture or sound with its text `about`, and the name of its
     `thumbnail` or None.
     """
@@ -87,9 +133,10 @@ def _shown(index: Index, piece: Piece) -> str | dict[str, object]:
     return {**piece, "about": describe_item(piece), "thumbnail": file and file.name}
 
 
-def with_texts(sample: dict[str, Any], texts: token_texts.TokenTexts) -> dict[str, Any]:
+def with_texts(sample: FullSample, texts: token_texts.TokenTexts) -> FullSample:
     """Returns the result of `full` with the texts of its tokens."""
-    return sample | {"tokens": sample["tokens"] | {"text": texts.texts(sample["tokens"]["id"])}}
+    tokens = sample["tokens"]
+    return {**sample, "tokens": {**tokens, "text": texts.texts(tokens["id"])}}
 
 
 def group(index: Index, place: SamplePlace, most: int = _MOST) -> list[SamplePlace]:

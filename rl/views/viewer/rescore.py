@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -144,7 +144,41 @@ def _batch(runner: Runner, batch: Sequence[SamplePlace], limit: int | None) -> I
         )
 
 
-def summary(every: Sequence[Rescored]) -> dict[str, Any]:
+class Means(TypedDict):
+    """A mean over the scored samples; None without one."""
+
+    before: float | None
+    after: float | None
+
+
+class Counts(TypedDict):
+    before: int
+    after: int
+
+
+class FunctionSummary(Means):
+    """The scores of a function. faults: samples on which it failed."""
+
+    faults: int
+
+
+class Summary(TypedDict):
+    """What scoring again changed. changed, up, down: samples. functions: by name. groups: those of
+    more than one completion. faults: how often each kind occurred."""
+
+    samples: int
+    changed: int
+    up: int
+    down: int
+    unscored: Counts
+    reward: Means
+    functions: dict[str, FunctionSummary]
+    groups: int
+    groups_with_signal: Counts
+    faults: dict[str, int]
+
+
+def summary(every: Sequence[Rescored]) -> Summary:
     """Returns counts, means and the groups that have a signal, before and after. Means leave out
     unscored samples."""
     before = np.array([each.before for each in every])
@@ -152,7 +186,7 @@ def summary(every: Sequence[Rescored]) -> dict[str, Any]:
     names = sorted(
         {name for each in every for name in (*each.scores, *(each.record.get("rewards") or {}))}
     )
-    functions = {}
+    functions: dict[str, FunctionSummary] = {}
     for name in names:
         old = [(each.record.get("rewards") or {}).get(name) for each in every]
         new = [each.scores.get(name, math.nan) for each in every]

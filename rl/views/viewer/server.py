@@ -14,16 +14,16 @@ import json
 import os
 import socket
 import threading
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl.errors import ConfigError
 from rl.records import thumbnails
@@ -70,7 +70,7 @@ class Viewer:
         self._ended.set()
         self._thread.join()
 
-    def about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, object]:
         """Returns the name of the run, what its filters may name, and how much is indexed."""
         with self._lock:
             index = self.index
@@ -84,7 +84,7 @@ class Viewer:
                 **{kind: index.names[kind] for kind in ("stage", "finish", "fault")},
             }
 
-    def samples(self, text: str, after: str | None, sort: str | None) -> dict[str, Any]:
+    def samples(self, text: str, after: str | None, sort: str | None) -> dict[str, object]:
         """Returns a page of the samples that meet a filter: those behind the sample `after`.
 
         Raises FilterError, and LookupError if `after` is no longer among them.
@@ -117,7 +117,7 @@ class Viewer:
                 "next": items[-1]["id"] if more else None,
             }
 
-    def sample(self, name: str) -> dict[str, Any]:
+    def sample(self, name: str) -> records.FullSample:
         """Returns everything about a sample. Raises LookupError if there is none of this id."""
         with self._lock:
             place = search.place(self.index, name)
@@ -129,7 +129,7 @@ class Viewer:
                 raise LookupError(name) from None
         return records.with_texts(sample, self.texts)
 
-    def group(self, prompt: int, stage: str | None, step: int | None) -> dict[str, Any]:
+    def group(self, prompt: int, stage: str | None, step: int | None) -> dict[str, object]:
         """Returns the completions of a prompt."""
         text = (
             f"prompt:{prompt}"
@@ -145,7 +145,7 @@ class Viewer:
                 ]
             }
 
-    def events(self, after: int) -> dict[str, Any]:
+    def events(self, after: int) -> dict[str, object]:
         """Returns the lines of events.jsonl from a byte on, and the byte from which to ask next.
 
         Begins anew behind the end of the file: a run that continues truncates it.
@@ -305,7 +305,7 @@ class _Guard:
             return
         headers = dict(scope["headers"])
 
-        async def guarded(message: Any) -> None:
+        async def guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message["headers"] += [
                     (name.encode(), value.encode()) for name, value in _HEADERS.items()
@@ -328,7 +328,7 @@ class _Guard:
         await answer(scope, receive, guarded)
 
 
-def _file(name: str, kind: str) -> Any:
+def _file(name: str, kind: str) -> Callable[[Request], Response]:
     def answer(request: Request) -> Response:
         return Response(page_file(name), media_type=kind)
 

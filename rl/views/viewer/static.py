@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from rewards.text import quoted
 from rl.errors import ConfigError, DataError, ResourceError
@@ -20,6 +20,7 @@ from rl.views.viewer.tokens import TokenTexts
 
 RELATIVES = 64  # listed completions of the same prompt, and of the same row at other steps
 PER_CHUNK = 50  # samples of one file; viewer.js has the same number
+_Sample = TypeVar("_Sample", bound=records.ShortSample)
 _MODE = '<meta name="duet-mode" content="{}">'
 _POLICY = (
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; script-src 'self'; "
@@ -56,10 +57,12 @@ def write(directory: str, target: str, text: str = "") -> int:
                 records.with_texts(records.full(index, place, RELATIVES), texts) for place in chunk
             ]
             for sample in samples:
-                for name in ("group", "others"):
-                    sample[name] = [
-                        _numbered(each, numbers) for each in sample[name] if each["id"] in numbers
-                    ]
+                sample["group"] = [
+                    _numbered(each, numbers) for each in sample["group"] if each["id"] in numbers
+                ]
+                sample["others"] = [
+                    _numbered(each, numbers) for each in sample["others"] if each["id"] in numbers
+                ]
                 _write_thumbnails(folder, index.directory, sample)
             _write(folder / f"data/list-{page}.json", [_numbered(each, numbers) for each in lists])
             _write(
@@ -93,7 +96,7 @@ def write(directory: str, target: str, text: str = "") -> int:
     return 0
 
 
-def _write_thumbnails(folder: Path, run: Path, sample: dict[str, Any]) -> None:
+def _write_thumbnails(folder: Path, run: Path, sample: records.FullSample) -> None:
     """Writes the thumbnails that a sample of `records.full` names, each once."""
     pieces = [
         piece for message in sample["messages"].values() for _, own in message for piece in own
@@ -102,16 +105,18 @@ def _write_thumbnails(folder: Path, run: Path, sample: dict[str, Any]) -> None:
         if isinstance(piece, str) or not piece["thumbnail"]:
             continue
         path = folder / MEDIA / piece["thumbnail"]
-        thumbnail = thumbnails.read(run, piece["digest"])
+        thumbnail = thumbnails.read(run, str(piece.get("digest")))
         if thumbnail is not None and not path.exists():
             thumbnails.write(path, thumbnail.content)
 
 
-def _numbered(item: dict[str, Any], numbers: dict[str, str]) -> dict[str, Any]:
-    return item | {"id": numbers[item["id"]]}
+def _numbered(item: _Sample, numbers: dict[str, str]) -> _Sample:
+    numbered = item.copy()
+    numbered["id"] = numbers[item["id"]]
+    return numbered
 
 
-def _write(path: Path, value: Any) -> None:
+def _write(path: Path, value: object) -> None:
     path.write_text(
         json.dumps(value, ensure_ascii=False, separators=(",", ":")),
         encoding="utf-8",

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -83,7 +82,11 @@ def show(directory: str, options: SamplesFlags) -> int:
     if options.json:
         for place in chosen:
             own = record_of(place)
-            line = own | {"id": place.id, "gap": records.short(index, place)["gap"]}
+            line: dict[str, object] = {
+                **own,
+                "id": place.id,
+                "gap": records.short(index, place)["gap"],
+            }
             if options.tokens:
                 line["tokens"] = numbers(place.tokens(own))
             print(json.dumps(line, ensure_ascii=False))
@@ -118,7 +121,7 @@ def show_rescored(
     if options.json:
         print(
             json.dumps(
-                summary | {"changes": [_rescored_json(each) for each in changed]},
+                {**summary, "changes": [_rescored_json(each) for each in changed]},
                 ensure_ascii=False,
             )
         )
@@ -257,7 +260,7 @@ def _token_table(tokens: np.ndarray, texts: TokenTexts) -> Table | Text:
     return table
 
 
-def _print_summary(console: Console, summary: dict[str, Any]) -> None:
+def _print_summary(console: Console, summary: rescore.Summary) -> None:
     console.print(
         Text(
             f"{summary['samples']:,} samples scored again: {summary['changed']:,} changed "
@@ -309,7 +312,7 @@ def _changes(index: Index, changed: Sequence[rescore.Rescored], console: Console
     return table
 
 
-def _rescored_json(each: rescore.Rescored) -> dict[str, Any]:
+def _rescored_json(each: rescore.Rescored) -> dict[str, object]:
     names = ("stage", "step", "prompt_id", "sample", "prompt", "completion")
     return {name: each.record.get(name) for name in names} | {
         "id": each.place.id,

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -28,6 +28,24 @@ FLAGS = {
     DROPPED: "dropped",
 }
 _REPLACEMENT = "\ufffd"
+
+
+class TokenIds(TypedDict):
+    """The tokens of a sample for a page. text: of each, or None without a tokenizer."""
+
+    id: list[int]
+    text: NotRequired[list[str] | None]
+
+
+class TokenColumns(TokenIds):
+    """The recorded numbers of the tokens of a sample, one entry each."""
+
+    logp: list[float | None]
+    gap: list[float | None]
+    entropy: list[float | None]
+    advantage: list[float | None]
+    flags: list[int]
+    turn: list[int]
 
 
 class TokenTexts:
@@ -55,7 +73,7 @@ class TokenTexts:
                 return None
             return _pieces(self._tokenizer, [int(each) for each in ids])
 
-    def _load(self) -> Any:
+    def _load(self) -> PreTrainedTokenizerBase | None:
         from rollout.text.tokenizer import load_tokenizer
 
         for source, *more in self._sources():
@@ -86,15 +104,21 @@ class TokenTexts:
         return result
 
 
-def numbers(tokens: np.ndarray) -> dict[str, list[Any]]:
+def numbers(tokens: np.ndarray) -> TokenColumns:
     """Returns the columns of TOKEN[n] as lists of JSON; None where there is no number."""
-    result: dict[str, list[Any]] = {"id": tokens["id"].tolist()}
-    for name in ("logp", "gap", "entropy", "advantage"):
-        result[name] = [
-            float(f"{x:.5g}") if math.isfinite(x) else None
-            for x in tokens[name].astype(float).tolist()
-        ]
-    return result | {"flags": tokens["flags"].tolist(), "turn": tokens["turn"].tolist()}
+    return {
+        "id": tokens["id"].tolist(),
+        "logp": _reals(tokens["logp"]),
+        "gap": _reals(tokens["gap"]),
+        "entropy": _reals(tokens["entropy"]),
+        "advantage": _reals(tokens["advantage"]),
+        "flags": tokens["flags"].tolist(),
+        "turn": tokens["turn"].tolist(),
+    }
+
+
+def _reals(values: np.ndarray) -> list[float | None]:
+    return [float(f"{x:.5g}") if math.isfinite(x) else None for x in values.astype(float).tolist()]
 
 
 def flag_text(flags: int) -> str:
