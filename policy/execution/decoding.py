@@ -1,8 +1,9 @@
-"""Weights in the form that decoding on CPU reads fastest (policy/ops/projection.py).
+"""Weights in the form that decoding reads fastest: on CPU as matrices (policy/ops/projection.py), on
+a GPU in the type of the activations.
 
 They are copies: the policy's own arrays do not change. Only decoders with unrolled layers read this
-form; where stacks are scanned (DecoderPrograms.scan), as on TPU and GPU, a product reads its weight
-in place. `DecodingWeights` keeps the copies between the calls of a generator on one device, and
+form; where stacks are scanned (DecoderPrograms.scan), as on TPU and on several GPUs, a product reads
+its weight in place. `DecodingWeights` keeps the copies between the calls of a generator on one device, and
 `prepare_for_decoding` brings them, or weights that are still stacked, into the form of the layers,
 inside a program.
 
@@ -117,14 +118,23 @@ def prepare_for_decoding(graph: Graph, params: dict[str, Any]) -> dict[str, Any]
     head = "embed_tokens" if graph.config.tied_head else "lm_head"
     if _makes_matrices(graph) and head not in graph.hosted:
         prepared[head] = _head(params[head])
+    elif head not in graph.hosted:
+        # Without the barrier XLA converts the head at each step.
+        prepared[head] = jax.lax.optimization_barrier(_as_computed(graph, params[head]))
     return prepared
 
 
+def _as_computed(graph: Graph, weight: Any) -> Any:
+    """Returns a weight of products in the type of the activations; quantised ones as they are."""
+    return weight if isinstance(weight, qwix.QArray) else weight.astype(graph.runtime.dtype)
+
+
 def _makes_matrices(graph: Graph) -> bool:
-    """Whether weights become DecodingMatrices: float32 on one device. Others are only split into
-    repeats."""
+    """Whether weights become DecodingMatrices: float32 on one CPU. Others are only split into
+    repeats, in the type of the activations."""
     return (
-        graph.runtime.dtype == "float32"
+        graph.layout.platform == "cpu"
+        and graph.runtime.dtype == "float32"
         and graph.runtime.quantization is None
         and graph.layout.mesh.size == 1
     )
@@ -161,7 +171,8 @@ def _copy_repeat(graph: Graph, stack: dict[str, Any], r: Any) -> dict[str, Any]:
             weights = {each: remaining.pop(each)[r] for each in together}
             copies[together[0]] = DecodingMatrices.of(weights, len(graph.inputs[path]))
         else:
-            copies[path] = jax.tree.map(lambda a: a[r], remaining.pop(path))
+            weight = jax.tree.map(lambda a: a[r], remaining.pop(path))
+            copies[path] = _as_computed(graph, weight) if path in graph.inputs else weight
     return copies
 
 

@@ -31,8 +31,8 @@ from rollout.logits_processors import LogitsProcessors, Seen
 from rollout.request import Request
 from rollout.types import GeneratorOptions, SamplingParams
 
-# With more layers than this, decoding scans them on CPU too: unrolled layers run several times
-# faster, but compile longer.
+# With more layers than this, decoding scans them on CPU and on one GPU too: unrolled layers run two
+# to several times faster, but compile longer.
 UNROLLED_LAYERS = 32
 # The sampling parameters of a row without a request.
 IDLE = SamplingParams(temperature=0)
@@ -225,7 +225,9 @@ class DecoderPrograms:
         self.decode_steps = options.tokens_per_dispatch
         self.max_kept = 0 if options.exact else min(options.record_kept, graph.config.vocab_size)
         self.chunk = min(options.prefill_chunk, max_length)
-        self.scan = graph.layout.platform != "cpu" or len(graph.config.layers) > UNROLLED_LAYERS
+        one_gpu = graph.layout.platform == "gpu" and graph.layout.mesh.size == 1
+        unrolled = graph.layout.platform == "cpu" or one_gpu
+        self.scan = not unrolled or len(graph.config.layers) > UNROLLED_LAYERS
         self.reads_copies = not self.scan and graph.layout.mesh.size == 1
 
     def media_refusal(self, media: Media) -> str | None:

@@ -1,5 +1,5 @@
-"""Weights prepared for decoding on CPU: the same products, and the same decoder, as the policy's
-own arrays give."""
+"""Weights prepared for decoding: the same products, and the same decoder, as the policy's own arrays
+give."""
 
 import dataclasses
 from functools import partial
@@ -16,9 +16,12 @@ from policy.cache import cache as caches
 from policy.config import LogitScaling, Runtime
 from policy.execution.decoding import DecodingWeights, Repeats, prepare_for_decoding
 from policy.heads import head
+from policy.mesh.sharding import Layout, layout
 from policy.ops import projection
 from policy.ops.linear import linear
 from policy.ops.projection import DecodingMatrices, Projection
+from rollout.engine.programs import DecoderPrograms
+from rollout.types import GeneratorOptions
 
 
 @pytest.fixture(params=["small", "large"])
@@ -104,6 +107,42 @@ def test_one_step_of_a_decoder_is_the_same(size, name, rows):
         result = jax.jit(lambda params: step(prepare(params)))(params)
         for a, b in zip(jax.tree.leaves(result), expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["DeepseekV3", "Qwen3"])
+def test_copies_of_a_bfloat16_decoder_are_rounded_once_and_give_the_same_bits(name, monkeypatch):
+    """As on one GPU. Norms and routers, which are computed in float32, stay as they are."""
+    monkeypatch.setattr(Layout, "platform", "gpu")
+    model = random_model(families.read(configuration(name)), seed=1)
+    graph = model.graph.with_runtime(dtype="bfloat16")
+    tokens, lengths = jnp.arange(2) + 3, jnp.arange(2)
+    cache = caches.create(model.config, 2, 4, "bfloat16", scan=False)
+
+    @jax.jit
+    def step(params):
+        one = modes.next_token_step(lengths, jnp.ones(2, bool))
+        decoder = graph.decoder(prepare_for_decoding(graph, params))
+        states, updated = modes.next_token_states(decoder, tokens, one, cache, graph.runtime)
+        return modes.logits(decoder, states, graph.runtime), updated
+
+    copies = DecodingWeights(graph).prepare(model.params)
+    for path, repeats in copies.items():
+        if isinstance(repeats, tuple):
+            rounded = jnp.bfloat16 if path in graph.inputs else jnp.float32
+            assert {each.dtype for each in repeats} == {jnp.dtype(rounded)}, path
+    for a, b in zip(
+        jax.tree.leaves(step(copies)), jax.tree.leaves(step(model.params)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(("platform", "unrolled"), [("gpu", True), ("tpu", False)])
+def test_decoding_is_unrolled_on_one_gpu(platform, unrolled, monkeypatch):
+    mesh = layout({"fsdp": 1}, devices=jax.devices()[:1])
+    model = policy.create("tiny-deepseek", mesh=mesh)
+    monkeypatch.setattr(Layout, "platform", platform)
+    programs = DecoderPrograms(model.graph, GeneratorOptions(), slots=2, max_length=8)
+    assert programs.scan is not unrolled and programs.reads_copies is unrolled
 
 
 def test_copies_are_made_once_for_the_same_weights_and_released():
