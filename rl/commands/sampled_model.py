@@ -110,6 +110,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[STAGE:]N",
         help="of a run: the checkpoint after step N, of the last stage that has one or of STAGE",
     )
+    _add_sampling(parser)
+    _add_logits_processors(parser)
+    _add_computation(parser)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Adds how tokens are drawn, and where completions end."""
     parser.add_argument(
         "--max-new-tokens",
         type=int,
@@ -153,6 +160,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ends a completion; may be given several times",
     )
     parser.add_argument(
+        "--seed",
+        type=_seed,
+        default=0,
+        metavar="N",
+        help="seed of sampling; equal seeds give equal completions (0)",
+    )
+
+
+def _add_logits_processors(parser: argparse.ArgumentParser) -> None:
+    """Adds penalties, biases and forbidden tokens."""
+    parser.add_argument(
         "--min-tokens",
         type=int,
         default=0,
@@ -195,13 +213,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="subtracted from the logits of tokens as many times as they are in the completion, "
         "from -2 to 2 (0.0)",
     )
-    parser.add_argument(
-        "--seed",
-        type=_seed,
-        default=0,
-        metavar="N",
-        help="seed of sampling; equal seeds give equal completions (0)",
-    )
+
+
+def _add_computation(parser: argparse.ArgumentParser) -> None:
+    """Adds how the model computes, and how prompts become text."""
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),

@@ -13,10 +13,8 @@ rewards ask for. The random number of a token follows from (seed, prompt id, sam
 
 from __future__ import annotations
 
-import time
 from contextlib import closing
 
-from policy.mesh import processes
 from rl.config import changes
 from rl.config.run import RunConfig
 from rl.errors import reward_errors
@@ -31,10 +29,11 @@ from rl.run.signals import StopSignal
 from rl.run.state import Run, is_finished
 from rl.run.steps.held_out import HeldOutMetrics
 from rl.run.steps.notes import StepNotes
-from rl.run.steps.start import start_run, start_stage
+from rl.run.steps.start import start_run, start_stage, steps_left
 from rl.run.steps.step_metrics import step_metrics
 from rl.run.steps.until import is_reached
 from rl.run.unfinished.stop import StoppedAt
+from rl.stages.export.weight_checks import check_step
 from rl.stages.stage import StageKind
 
 
@@ -46,15 +45,11 @@ def run(config: RunConfig) -> int:
     left as it is. The first line that is printed names the devices. Raises one of rl.errors;
     `Interrupted` after SIGTERM or Ctrl-C, once the state is saved.
     """
-    devices.check(config.platform)
-    if processes.first():
-        print(devices.line(), flush=True)
+    devices.check_and_show(config.platform)
     state_before = folder_state(config.directory)
     config = continued_on_all(with_date(config))
     known_steps = has_known_steps(config)
-    began = time.time()
     with closing(prepare(config)) as prepared:
-        took = time.time() - began
         config = prepared.config if known_steps else continued_on_all(prepared.config)
         with RunFolder(config, state_before) as folder, StopSignal() as stop:
             if is_finished(folder):
@@ -64,7 +59,7 @@ def run(config: RunConfig) -> int:
                 reward_errors(),
                 closing(Timeline(folder.path, config.profile)) as timeline,
             ):
-                timeline.past("reading the data", began, took)
+                timeline.past("reading the data", prepared.began, prepared.seconds)
                 with build.run(config, prepared, folder, stop, timeline) as open_run:
                     _run_stages(open_run, prepared, manifest)
     return 0
@@ -93,14 +88,14 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
     state = start_stage(run, stage, checkpoint)
     held_out = HeldOutMetrics(run, stage)
     notes = StepNotes(run, stage, resumed=checkpoint is not None)
-    if checkpoint is None and (metrics := held_out.before_first_step(state)):
-        run.events.step(stage.name, 0, metrics)
+    if checkpoint is None:
+        held_out.before_first_step(state)
     steps = run.config.stages[stage.index].total_steps
-    done = 0 if checkpoint is None else checkpoint["step"]
-    last = done if checkpoint is not None and checkpoint["ended"] else steps
+    left = steps_left(checkpoint, steps)
+    done = left.start - 1
     new_settings_after = changes.boundaries(run.config, stage.index)
 
-    for step in range(done + 1, last + 1):
+    for step in left:
         with run.timeline.step(stage.name, step) as span:
             state, metrics = stage.step(state, step)
         metrics |= step_metrics(metrics, span.seconds, run.model.graph.layout)
@@ -109,10 +104,8 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
         until_reached = held_out.after_step(state, step, metrics, until_reached)
         ended = until_reached or step == steps
         run.events.step(stage.name, step, metrics)  # a line of events.jsonl
-        stage.check_update(metrics)
         run.note_programs(stage)
-        if ended:
-            stage.check_learned(state, metrics)
+        check_step(stage, state, metrics, last=ended)
         if run.save(stage, state, step, ended, metrics, until=until_reached):
             return run.export_stopped(stage, state, step)
         done = step

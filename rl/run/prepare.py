@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,13 +36,15 @@ from rl.stages.stage import StageKind
 class Prepared:
     """The configuration with the steps of every stage, the stages with their data, the problems of
     evaluations, and what the checks of the data say (faults). notes: how the steps follow from
-    `epochs`."""
+    `epochs`. began, seconds: when reading began (time.time()), and how long it took."""
 
     config: RunConfig
     data: DataReader
     stages: Sequence[StageKind]
     notes: Sequence[str] = ()
     faults: Sequence[Fault] = ()
+    began: float = 0.0
+    seconds: float = 0.0
 
     @property
     def tokenizer(self) -> Any:
@@ -97,7 +100,9 @@ def prepare(config: RunConfig) -> Prepared:
     empty, too long, or refused by a check, ModelError for files of a model, teacher or reward model
     that the run could not read.
     """
-    return raise_on_all(lambda: _prepared(config))
+    began = time.time()
+    prepared = raise_on_all(lambda: _prepared(config))
+    return replace(prepared, began=began, seconds=time.time() - began)
 
 
 def _prepared(config: RunConfig) -> Prepared:

@@ -34,8 +34,7 @@ from rl.run import build
 from rl.run.checkpoint import Checkpoints
 from rl.run.compilation import compile_generator
 from rl.run.folder import RunFolder
-from rl.run.health.devices import check as check_devices
-from rl.run.health.devices import line as devices_line
+from rl.run.health import devices
 from rl.run.manifest import CHECKPOINT_FOLDER
 from rl.run.prepare import Prepared, prepare, with_date
 from rl.run.resume.continued import saved
@@ -146,8 +145,7 @@ def rollout(config: RunConfig) -> None:
     Raises what `check` raises, further errors of rl.errors, and `Interrupted` after SIGTERM or
     Ctrl-C, once the step is written.
     """
-    check_devices(config.platform)
-    print(devices_line(), flush=True)
+    devices.check_and_show(config.platform)
     check(config)
     with closing(prepare(with_date(config))) as prepared:
         config = prepared.config

@@ -28,6 +28,7 @@ from rl.run.signals import StopSignal
 from rl.run.steps.until import first_process_value
 from rl.run.unfinished import stop
 from rl.stages.context import Context
+from rl.stages.export.weight_checks import check_finite
 from rl.stages.sharing import describe
 from rl.stages.stage import StageKind
 
@@ -342,7 +343,7 @@ class Run(Context):
                 f"{path}: the last events have no room; make some, and continue with `rl-train "
                 f"{quoted(path)}` ({disk_room(path)})"
             )
-        stage.check_finite(self.model.params)
+        check_finite(stage, self.model.params)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self.model.params))
         with self.timeline.span("export"):
             return self.folder.export(write, size, stopped)

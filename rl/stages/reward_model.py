@@ -80,7 +80,7 @@ class Stage(StageKind):
         flops_before = self.trainer.total_flops
         context = self.context
         with context.timeline.span("data"):
-            pairs = self.rows.take(self.draw_examples(self.examples))
+            pairs = self.rows.take(self.draw_examples())
             batch, table = context.with_media(*self.to_batch(pairs))
         state, metrics = self.update(state, batch, n, table)
         return state, metrics | {

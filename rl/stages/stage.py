@@ -19,26 +19,23 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
-from math import ceil, isfinite
+from functools import cached_property, partial
+from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl.accounting.flops import rates
 from rl.config.data import datasets_of
-from rl.data import datasets, models, towers
-from rl.data.drawing.mixture import Mixture
-from rl.data.tokenizer import write_tokenizer
-from rl.errors import ModelError
-from rl.stages import generation
 from rl.stages.configured import ConfiguredStage
 from rl.stages.curriculum import named
+from rl.stages.curriculum.example_order import ExampleOrder
 from rl.stages.curriculum.interface import Candidates, Curriculum
+from rl.stages.export.policy import write_policy
 from rl.stages.sampling import by_source
 from rl.stages.sampling.evaluation import Evaluation
 from rl.stages.sampling.params import sampling_params
@@ -113,7 +110,6 @@ class StageKind(ConfiguredStage, ABC):
         self.runner: Any = (
             None  # rewards.Runner, which calls the reward functions; None: nothing is rewarded
         )
-        self.rows_of_data = 0  # rows of the data of a stage that draws examples
         self.example_numbers: list[int] = []  # in the data, of the examples of the current step
         self.scorers: dict[str, RewardModelScorer] = {}  # reward models, by the name in the rewards
         self.trainer: Any = None
@@ -139,9 +135,7 @@ class StageKind(ConfiguredStage, ABC):
         self.rows = joined([self.read(reader, each) for each in self.datasets], self.datasets)
         options = self.options.curriculum
         if options is not None and not (self.is_over and self.options.epochs is None):
-            candidates = Candidates(self.rows, self.draw_seed)
-            self.curriculum = named.create(options, candidates)
-            self._order = candidates.among(self.curriculum.rows)
+            self.curriculum = named.create(options, Candidates(self.rows, self.draw_seed))
         self.read_held_out(reader)
 
     def read_held_out(self, reader: DataReader) -> None:
@@ -372,39 +366,17 @@ class StageKind(ConfiguredStage, ABC):
         """Returns the seed of the order of the rows."""
         return self.config.seed * 1000 + self.index
 
-    def order(self, total: int, numbers: range) -> list[int]:
-        """Returns the indices in the data of the examples that stand at these numbers, 0, 1, 2, ...,
-        of the shuffled order of its `total`: those that the stage takes one after the other.
-
-        With a curriculum, the order is that of the rows that it chooses from; which of them a step
-        takes is up to the curriculum, in `draw_examples`.
-        """
+    @cached_property
+    def example_order(self) -> ExampleOrder:
+        """The order of the examples that the stage takes one after the other."""
+        chosen = None
         if self.curriculum is not None:
-            return self._order.take(numbers)
-        seed = self.draw_seed
-        if (mixture := self._mixture(total)) is not None:
-            return mixture.order(seed, numbers)
-        return [datasets.order(seed, total, number) for number in numbers]
+            chosen = Candidates(self.rows, self.draw_seed).among(self.curriculum.rows)
+        return ExampleOrder(self.rows, self.examples, self.draw_seed, chosen)
 
-    @property
-    def step_sources(self) -> list[str]:
-        """Returns where each example of the current step came from, in data with sources."""
-        sources = self.rows.sources
-        assert sources is not None
-        per_row = self.rows_of_data // self.rows.total
-        return [sources[number // per_row] for number in self.example_numbers]
-
-    def _mixture(self, total: int) -> Mixture | None:
-        """Returns the order of the `total` examples of several datasets; None for one dataset."""
-        parts = self.rows.parts
-        if len(parts) < 2:
-            return None
-        per_row = total // self.rows.total
-        return Mixture([replace(part, rows=part.rows * per_row) for part in parts])
-
-    def draw_examples(self, total: int, count: int | None = None) -> list[int]:
-        """Draws the next `count` of the `total` examples, in shuffled order or by the curriculum,
-        and counts them as drawn. None: `prompts_per_step`.
+    def draw_examples(self, count: int | None = None) -> list[int]:
+        """Draws the next `count` examples, in shuffled order or by the curriculum, and counts them
+        as drawn. None: `prompts_per_step`.
 
         Returns their indices in the data.
         """
@@ -412,16 +384,16 @@ class StageKind(ConfiguredStage, ABC):
         count = self.options.prompts_per_step if count is None else count
         start = progress.examples_drawn
         progress.examples_drawn += count
-        self.rows_of_data = total
         if self.curriculum is None:
-            drawn = self.order(total, range(start, start + 2 * count))
+            drawn = self.example_order.take(range(start, start + 2 * count))
         else:
             assert self.options.curriculum is not None
-            drawn = named.chosen(self.curriculum, self.options.curriculum.name, count, total)
+            name = self.options.curriculum.name
+            drawn = named.chosen(self.curriculum, name, count, self.examples)
         self.example_numbers = drawn[:count]
         if self.context.tables is not None:
-            held = self.rows.held([number * self.rows.total // total for number in drawn])
-            self.context.tables.prefetch(held)
+            # The pictures of the next step are read while this one is computed.
+            self.context.tables.prefetch(self.rows.held(self.example_order.rows_of(drawn)))
         return self.example_numbers
 
     def update(
@@ -471,72 +443,36 @@ class StageKind(ConfiguredStage, ABC):
                         )
                 all_metrics.append(metrics)
             all_metrics = [without_empty(metrics) for metrics in jax.device_get(all_metrics)]
-        values = defaultdict(list)
-        for metrics in all_metrics:
-            for key, value in metrics.items():
-                values[key].append(value)
-        means = {key: float(np.mean(each)) for key, each in values.items()}
-        means |= {
-            key: float(values[key][0]) for key in self.algorithm.first_update_metrics & means.keys()
-        }
-        means |= {"time/update": span.seconds, "perf/step_tokens": float(batch.filled_tokens)}
-        means["batch/trained_share"] = float(np.count_nonzero(batch.mask)) / max(
-            1, batch.filled_tokens
-        )
-        if self.rows_of_data:
-            of_pass = self.rows_of_data if self.curriculum is None else self.examples_of_pass
-            means["data/epoch"] = progress.examples_drawn / of_pass
-            mixture = None if self.curriculum else self._mixture(self.rows_of_data)
-            if mixture is not None:
-                epochs = mixture.epochs(progress.examples_drawn)
-                means |= {f"source/{name}/epoch": value for name, value in epochs.items()}
-            if self.has_sources and not self.trains_on_rollouts:
-                means |= by_source.of_rows(self.step_sources)
         flops = self.trainer.total_flops - flops_before
-        means |= {} if context.tables is None else context.tables.metrics()
-        return state, coefs | means | rates(
-            "train", flops, batch.filled_tokens, span.seconds, context.model.graph.layout
+        layout = context.model.graph.layout
+        return state, (
+            coefs
+            | _means(all_metrics, self.algorithm.first_update_metrics)
+            | {
+                "time/update": span.seconds,
+                "perf/step_tokens": float(batch.filled_tokens),
+                "batch/trained_share": float(np.count_nonzero(batch.mask))
+                / max(1, batch.filled_tokens),
+            }
+            | self._data_metrics()
+            | ({} if context.tables is None else context.tables.metrics())
+            | rates("train", flops, batch.filled_tokens, span.seconds, layout)
         )
+
+    def _data_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the rows that a step took; {} where it drew none."""
+        if not self.example_numbers:
+            return {}
+        drawn = self.context.progress.examples_drawn
+        metrics = {"data/epoch": drawn / self.examples_of_pass} | self.example_order.epochs(drawn)
+        if self.has_sources and not self.trains_on_rollouts:
+            metrics |= by_source.of_rows(self.example_order.sources_of(self.example_numbers))
+        return metrics
 
     def learner(self, state: Any) -> Any:
         """Returns the ParamState of the trained model: the metrics `optim/` describe its
         updates."""
         return state.policy
-
-    def check_learned(self, state: Any, metrics: dict[str, float]) -> None:
-        """Raises ModelError if no update of the stage changed the weights and none of the last step
-        was finite.
-
-        Updates with a gradient of 0, as from equal rewards, change nothing and alone are no error.
-        `metrics`: metrics of the last step. Raises ModelError, too, if a weight or a moment is not
-        finite.
-        """
-        self.trainer.check_updates(self.learner(state), metrics)
-        self.check_finite(state)
-
-    def check_update(self, metrics: Mapping[str, float]) -> None:
-        """Raises ModelError if the updates of a step, with these metrics, made weights that are not
-        finite."""
-        norms = (key for key in metrics if key.endswith("optim/update_norm"))
-        for key in norms:
-            if not isfinite(metrics[key]):
-                self._refuse_not_finite(
-                    f"the last update made weights that are not finite ({key}: {metrics[key]})"
-                )
-
-    def check_finite(self, tree: Any) -> None:
-        """Raises ModelError for a state, or weights, with a number that is not finite."""
-        from rl.training.diagnostics import not_finite
-
-        if path := not_finite(tree):
-            self._refuse_not_finite(f"{path} has a number that is not finite")
-
-    def _refuse_not_finite(self, what: str) -> NoReturn:
-        key = f"stages.{self.index}.optimizer.learning_rate"
-        raise ModelError(
-            f"{self.name}: {what}. Nothing is exported. If the weights were finite at the start, "
-            f"set a smaller {key}, or model.dtype=float32, and start a new run"
-        )
 
     # Files.
 
@@ -552,43 +488,20 @@ class StageKind(ConfiguredStage, ABC):
     def export(self, directory: Path) -> None:
         """Writes the trained weights after the last stage of the run: the policy in Hugging Face
         form, with all parts of the model that training started from."""
-        import policy
-        from policy.huggingface.tensorfiles import ModelFileError
-        from policy.mesh import processes
-
-        context = self.context
-        written = generation.keys(self.context)
-        source = self._source()
-        try:
-            policy.save(context.model, directory, generation=written, source=source)
-        except ModelFileError as error:  # the files of the source have changed since they were read
-            context.events.note(
-                f"export: {error}. Parts of the model that this run did not load are left out"
-            )
-            policy.save(
-                policy.Model(context.model.graph, context.model.params),
-                directory,
-                generation=written,
-            )
-        if not processes.first():
-            return
-        write_tokenizer(self.config, context.tokenizer, directory)
-        if source is not None:
-            models.copy_files(source, models.PROCESSOR_FILES, directory)
-        if context.tables is not None:
-            towers.write_files(self.config.model, context.tokenizer, directory)
+        write_policy(self.context, directory)
 
     def export_at(self, state: Any, directory: Path) -> None:
         """Writes what `export` would if the last step of the run were the one with this state."""
         self.export(directory)
 
-    def _source(self) -> Path | None:
-        """Returns the directory of the model that training started from; None if it is gone by now,
-        and for random weights."""
-        try:
-            return models.directory(self.config.model.source, weights=True)
-        except ModelError as error:
-            self.context.events.note(
-                f"export: {error}. Parts of the model that this run did not load are left out"
-            )
-            return None
+
+def _means(updates: Sequence[Mapping[str, float]], of_first: Container[str]) -> dict[str, float]:
+    """Returns the mean of each metric over the updates that have it; its first value where it is
+    one of `of_first`."""
+    values = defaultdict(list)
+    for metrics in updates:
+        for name, value in metrics.items():
+            values[name].append(value)
+    return {
+        name: float(each[0] if name in of_first else np.mean(each)) for name, each in values.items()
+    }

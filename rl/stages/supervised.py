@@ -121,7 +121,7 @@ class Stage(StageKind):
     def batch(self) -> tuple[Batch, ExpandedAt]:
         """Returns (the batch of the next step, one example per row; the pictures and sounds of its
         sequences)."""
-        return self.to_batch(self.rows.take(self.draw_examples(self.examples)))
+        return self.to_batch(self.rows.take(self.draw_examples()))
 
     def to_batch(self, rows: Sequence[Row]) -> tuple[Batch, ExpandedAt]:
         from rl.training.batch import padded_batch
@@ -184,7 +184,8 @@ class Stage(StageKind):
         state, updated = self.update(state, data.batch, n, data.table, on_tokens=on_tokens)
         if outputs:
             logp_NT = np.concatenate([each.on_host()["logp"] for each in outputs])
-            updated |= by_source.of_losses(self.step_sources, logp_NT, data.batch.mask)
+            sources = self.example_order.sources_of(self.example_numbers)
+            updated |= by_source.of_losses(sources, logp_NT, data.batch.mask)
         updated["perf/step_tflop"] = (self.trainer.total_flops - flops_before) / 1e12
         return state, data.metrics | updated
 

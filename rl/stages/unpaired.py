@@ -104,8 +104,8 @@ class Stage(supervised.Stage):
 
     def batch(self) -> tuple[Batch, ExpandedAt]:
         per_example = self.answers_per_example
-        numbers = self.draw_examples(self.examples)
-        examples = self.rows.take([number // per_example for number in numbers])
+        numbers = self.draw_examples()
+        examples = self.rows.take(self.example_order.rows_of(numbers))
         return self.to_batch(
             [
                 example[number % per_example]

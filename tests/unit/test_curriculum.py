@@ -205,7 +205,7 @@ def test_an_epoch_has_the_rows_that_are_left(tmp_path):
     prepared = prepare(made)
     assert prepared.notes == notes
     stage = prepared.stages[0]
-    assert sorted(stage.order(5, range(3))) == [1, 2, 3]  # also of the probe
+    assert sorted(stage.example_order.take(range(3))) == [1, 2, 3]  # also of the probe
     with pytest.raises(DataError, match="no row has a column 'rates'"):
         prepare(config(tmp_path, curriculum=options | {"options": {"column": "rates"}}))
 

@@ -216,7 +216,9 @@ def test_the_kind_of_stage_in_the_docs_makes_batches():
     stage.rows = Shard(rows, len(rows), sources=sources)
     batch, expanded_at = stage.batch()
     assert batch.mask.sum(axis=1).tolist() == [2, 3, 4, 5] and len(expanded_at) == 4
-    assert stage.step_sources == [f"of length {n}" for n in (2, 3, 4, 5)]
+    assert stage.example_order.sources_of(stage.example_numbers) == [
+        f"of length {n}" for n in (2, 3, 4, 5)
+    ]
     assert stage.context.progress.examples_drawn == 4
 
 

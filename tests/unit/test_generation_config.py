@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 import policy
 from policy.huggingface import generation_config, sources
 from rl.config.run import RunConfig
-from rl.stages import generation
+from rl.stages.export import generation
 from rollout.text.tokenizer import load_tokenizer, stop_ids
 
 SFT, GRPO = {"algorithm": "sft", "steps": 1}, {"algorithm": "grpo", "steps": 1}

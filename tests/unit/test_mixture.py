@@ -130,8 +130,8 @@ def test_rows_are_numbered_from_the_first_dataset_on_and_keep_their_own_order():
 def test_without_weights_each_row_comes_once_in_a_pass(folder):
     stage = stage_of(folder, ["sums.jsonl", DOUBLES], epochs=2, steps=None)
     assert stage.options.steps == 7  # 2 * 13 / 4, rounded up
-    assert sorted(stage.order(13, range(13))) == [*range(13)]
-    assert stage.order(13, range(26))[13:] != stage.order(13, range(13))
+    assert sorted(stage.example_order.take(range(13))) == [*range(13)]
+    assert stage.example_order.take(range(26))[13:] != stage.example_order.take(range(13))
 
 
 def test_rows_of_a_step_follow_the_weights(folder):
@@ -140,7 +140,7 @@ def test_rows_of_a_step_follow_the_weights(folder):
     )
     assert stage.rows.total == 13
     for start in (0, 4, 8, 100):
-        step = stage.order(13, range(start, start + 4))
+        step = stage.example_order.take(range(start, start + 4))
         assert Counter(stage.rows.sources[n] for n in step) == {"sums": 1, "twice": 3}
     texts = [example.prompt for example in stage.rows.examples]
     assert texts == [f"{n}+1=" for n in range(5)] + [f"2*{n}=" for n in range(8)]
@@ -155,7 +155,7 @@ def test_one_dataset_is_drawn_as_before_in_a_list_too(folder):
     assert alone.rows.examples[0].source is None
     assert "source" not in alone.rows.examples[0].columns
     expected = [order(0, 5, n) for n in range(20)]
-    assert alone.order(5, range(20)) == listed.order(5, range(20)) == expected
+    assert alone.example_order.take(range(20)) == listed.example_order.take(range(20)) == expected
     assert listed.rows.sources == ["sums"] * 5
 
 
@@ -252,7 +252,7 @@ def test_pairs_and_labelled_answers_do_not_mix(folder):
         algorithm="kto",
     )
     assert stage.examples == 12  # both answers of each pair
-    step = stage.order(12, range(12))
+    step = stage.example_order.take(range(12))
     assert sorted(step) == [*range(12)] and [n < 6 for n in step] == [True, False] * 6
 
 

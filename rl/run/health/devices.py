@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from policy.mesh import processes
 from rl.errors import ResourceError
 from rl.records import manifest
 
@@ -33,6 +34,14 @@ def check(platform: str) -> None:
     raise ResourceError(
         f"platform: {platform} cannot be used here{have}; {install}set platform=cpu.{says}"
     )
+
+
+def check_and_show(platform: str) -> None:
+    """Checks the devices, and prints a line that names them on the first process. Raises as
+    `check`."""
+    check(platform)
+    if processes.first():
+        print(line(), flush=True)
 
 
 def line() -> str:

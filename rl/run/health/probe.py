@@ -125,7 +125,7 @@ def _problems(stage: Any, count: int, has_media: bool) -> list[Any]:
     pictures or sounds at most those of a step, because no table holds more."""
     total = stage.rows.total
     count = min(count, stage.options.prompts_per_step) if has_media else count
-    return stage.rows.take(stage.order(total, range(min(count, total))))
+    return stage.rows.take(stage.example_order.take(range(min(count, total))))
 
 
 def _mean_logp_diff(

@@ -29,12 +29,14 @@ class HeldOutMetrics:
         if self._evaluation is not None and config.evaluation is not None:
             self._evaluation.options = config.evaluation
 
-    def before_first_step(self, state: Any) -> dict[str, float]:
-        """Returns the metrics of both kinds; empty if the stage has none."""
+    def before_first_step(self, state: Any) -> None:
+        """Writes the metrics of both kinds to the events, as step 0; nothing if the stage has
+        none."""
         metrics: dict[str, float] = {}
         for kind in self._kinds:
             self._add(kind, state, 0, metrics)
-        return metrics
+        if metrics:
+            self._run.events.step(self._stage.name, 0, metrics)
 
     def after_step(
         self, state: Any, step: int, metrics: dict[str, float], until_reached: bool

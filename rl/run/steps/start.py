@@ -41,3 +41,12 @@ def start_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> Any:
         probe.before_first_step(run, stage)
     run.use(stage, 1 if checkpoint is None else checkpoint["step"] + 1)
     return state
+
+
+def steps_left(checkpoint: dict | None, steps: int) -> range:
+    """Returns the numbers of the steps, counted from 1, that a stage of so many steps has left
+    after a checkpoint with this host part; None: all. A stage that ended has none."""
+    if checkpoint is None:
+        return range(1, steps + 1)
+    done = checkpoint["step"]
+    return range(done + 1, done + 1 if checkpoint["ended"] else steps + 1)

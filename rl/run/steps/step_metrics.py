@@ -1,4 +1,4 @@
-"""Computes the metrics of a step that its phases leave open: time, rates and memory of the whole."""
+"""Computes the metrics of a step that none of its phases has: its time, rates and memory."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ from rl.run.checkpoint import ARRAYS, CheckpointError, damaged, none_undamaged
 from rl.run.manifest import examine
 from rl.run.unfinished.checkpoints import StoredCheckpoint, chosen
 from rl.run.unfinished.stop import in_use
-from rl.stages import generation, kind_of
+from rl.stages import kind_of
+from rl.stages.export import generation
 from rollout.media.processors import Processors
 
 _PREFIX = "policy/params/"  # of the policy's weights in the checkpoints of every stage

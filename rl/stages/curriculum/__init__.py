@@ -1,1 +1,1 @@
-"""Curricula: which rows of the data the steps of a stage take."""
+"""Which rows of the data the steps of a stage take: their order, and curricula."""

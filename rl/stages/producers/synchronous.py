@@ -17,7 +17,7 @@ class Synchronous(Producer):
         """Returns `count` groups of `samples_per_prompt` trajectories."""
         stage = self._stage
         progress = stage.context.progress
-        rows = stage.draw_examples(stage.examples, count)  # indices in the data
+        rows = stage.draw_examples(count)  # indices in the data
         # Prompt ids seed the random draws. They go on through the run: a prompt that comes again is
         # drawn differently.
         prompt_ids = range(progress.next_prompt_id, progress.next_prompt_id + count)

@@ -1,0 +1,1 @@
+"""The weights that a stage leaves: their checks, and the directory that a run exports."""

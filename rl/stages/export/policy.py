@@ -1,0 +1,54 @@
+"""Writes the trained policy as a Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rl.data import models, towers
+from rl.data.tokenizer import write_tokenizer
+from rl.errors import ModelError
+from rl.stages.export import generation
+
+if TYPE_CHECKING:
+    from rl.stages.context import Context
+
+
+def write_policy(context: Context, directory: Path) -> None:
+    """Writes the policy of a run with its tokenizer, and with all parts of the model that training
+    started from."""
+    import policy
+    from policy.huggingface.tensorfiles import ModelFileError
+    from policy.mesh import processes
+
+    written = generation.keys(context)
+    source = _source(context)
+    try:
+        policy.save(context.model, directory, generation=written, source=source)
+    except ModelFileError as error:  # the files of the source have changed since they were read
+        _note_parts(context, error)
+        model = policy.Model(context.model.graph, context.model.params)
+        policy.save(model, directory, generation=written)
+    if not processes.first():
+        return
+    write_tokenizer(context.config, context.tokenizer, directory)
+    if source is not None:
+        models.copy_files(source, models.PROCESSOR_FILES, directory)
+    if context.tables is not None:
+        towers.write_files(context.config.model, context.tokenizer, directory)
+
+
+def _source(context: Context) -> Path | None:
+    """Returns the directory of the model that training started from; None if it is gone by now, and
+    for random weights."""
+    try:
+        return models.directory(context.config.model.source, weights=True)
+    except ModelError as error:
+        _note_parts(context, error)
+        return None
+
+
+def _note_parts(context: Context, error: Exception) -> None:
+    context.events.note(
+        f"export: {error}. Parts of the model that this run did not load are left out"
+    )
