@@ -86,8 +86,9 @@ class ConfiguredStage:
         return False
 
     @property
-    def samples_further(self) -> bool:
-        """Whether a step samples other completions besides its groups, as greedy ones."""
+    def samples_for_inputs(self) -> bool:
+        """Whether a step samples completions for an input of the algorithm, besides its groups:
+        those of rl/stages/inputs.py with `when=SAMPLING`."""
         return False
 
     @property

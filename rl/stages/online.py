@@ -95,7 +95,7 @@ class Stage(StageKind):
         return shared and self.producer.on_policy
 
     @property
-    def samples_further(self) -> bool:
+    def samples_for_inputs(self) -> bool:
         return inputs.any_at(self, inputs.SAMPLING)
 
     def _check_kind(self) -> Iterator[Fault]:
@@ -159,7 +159,7 @@ class Stage(StageKind):
 
     @property
     def calls_generator(self) -> bool:
-        return self.producer.calls_generator or self.samples_further
+        return self.producer.calls_generator or self.samples_for_inputs
 
     def start(self, context: Context, restored: RunState | None = None) -> RunState:
         state = super().start(context, restored)
@@ -172,11 +172,12 @@ class Stage(StageKind):
     def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
         """Takes groups from the producer and trains on them."""
         data = StepData(state, flops_before=self.trainer.total_flops)
-        self._take(data)
+        self._sample(data)
         return self._train(data, n)
 
-    def _take(self, data: StepData) -> None:
-        """Takes the groups of the step. Their rewards may still be computed."""
+    def _sample(self, data: StepData) -> None:
+        """Takes the groups of the step, and samples what inputs of the algorithm need besides.
+        Rewards may still be computed afterwards."""
         context = self.context
         if self.sampled_values and context.generator.options.record_values:
             from policy.modes import VALUE_HEAD

@@ -49,8 +49,8 @@ def pairs_with_expanded(pairs: Sequence[Pair], max_length: int) -> tuple[Batch, 
 
 
 def batch_of(pairs: Sequence[Pair], max_length: int) -> Batch:
-    """Returns a batch with one pair per row: segment 1 is the chosen answer, segment 2 the rejected
-    one."""
+    """Returns a batch with one pair per row. `Batch.segments` is 1 on the chosen answer, 2 on the
+    rejected one."""
     from rl.training.batch import segmented_batch
 
     batch = segmented_batch([(pair.chosen, pair.rejected) for pair in pairs], 2 * max_length)

@@ -151,8 +151,8 @@ def sequences_of(answers: list[Row], max_length: int, rotate: int | None) -> lis
 
 
 def batch_of(sequences: list[list[Row]], labels: list[float], max_length: int) -> Batch:
-    """Returns a batch of labelled answers, one per row: the sequences of a row are segments 1 and
-    2."""
+    """Returns a batch of labelled answers, one per row. `Batch.segments` is 1 on the first
+    sequence of a row, 2 on the second."""
     from rl.training.batch import segmented_batch
 
     batch = segmented_batch(sequences, 2 * max_length)

@@ -22,6 +22,7 @@ from policy.heads.vocab_tiles import Tiles
 from policy.mesh.sharding import layout
 from policy.modes import make_step
 from rl.config.run import RunConfig
+from rl.config.stage import SamplingOptions
 from rl.data.datasets import Example
 from rl.data.encoded import Problem
 from rl.run.build import generator_options
@@ -525,3 +526,12 @@ def test_a_stage_records_ids_where_tokens_are_left_out(sampling, most):
 )
 def test_what_leaves_every_token_out_is_refused(sampling, message):
     assert [each for each in configured(**sampling)[1].check() if message in each.text]
+
+
+def test_min_tokens_filters_only_where_a_token_can_end_the_completion():
+    assert not SamplingParams(min_tokens=2).has_filter
+    assert SamplingParams(min_tokens=2, stop_token_ids=(1,)).has_filter
+    assert not SamplingParams(min_tokens=2, stop_token_ids=(1,), temperature=0).has_filter
+    # The stop tokens of the tokenizer are unknown when a configuration is checked.
+    assert filters.filters(SamplingOptions(min_tokens=2))
+    assert not filters.filters(SamplingOptions())

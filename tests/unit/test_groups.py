@@ -17,6 +17,7 @@ from rl.data.encoded import Problem
 from rl.errors import ModelError, RewardStop
 from rl.stages import online
 from rl.stages.context import Progress
+from rl.stages.producers.curriculum_feedback import CurriculumFeedback
 from rl.stages.producers.dynamic import DynamicSampling
 from rl.stages.producers.interface import Producer
 from rl.stages.producers.scored import ReadyScores, ScoredGroup
@@ -311,3 +312,19 @@ def test_every_group_that_differs_is_used_once_and_in_order(differences, request
     assert [each.group.prompt_id for each in sampling.carried] == expected[
         len(used) : len(used) + len(sampling.carried)
     ]
+
+
+def test_a_filter_has_what_the_other_producer_has_unless_it_says_otherwise():
+    inner = OfFunction(None)
+    assert (inner.calls_generator, inner.on_policy, inner.versions_of_this_run) == (True,) * 3
+    inner.calls_generator = inner.versions_of_this_run = False
+    inner.faults = lambda: iter(["fault"])
+    inner.state = lambda: {"inner": 1}
+    filtered = dynamic(inner)
+    assert (filtered.calls_generator, filtered.versions_of_this_run) == (False, False)
+    assert not filtered.on_policy and list(filtered.faults()) == ["fault"]
+    assert filtered.state() == {"inner": 1, "carried": []}
+    inner.on_policy = False
+    assert not CurriculumFeedback(inner, None).on_policy
+    inner.on_policy = True
+    assert CurriculumFeedback(inner, None).on_policy

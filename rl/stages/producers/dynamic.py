@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class DynamicSampling(ProducerFilter):
     """Takes groups of another producer and leaves out those whose rewards have zero std.
 
-    It takes generation batches: as many groups as a step has at a time, until enough of them can
-    train. It keeps their order. Groups beyond the need of a step are carried to the next one, which
+    It takes generation batches, each of as many groups as a step has, until enough groups have
+    rewards that differ. It keeps their order. Groups beyond the need of a step are carried to the next one, which
     takes them first: older weights sampled them. The state in a checkpoint is `carried`.
     """
 

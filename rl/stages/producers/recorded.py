@@ -132,7 +132,7 @@ class Recorded(Producer):
                 "sampling.filters=ignore",
                 key=key,
             )
-        if stage.samples_further:
+        if stage.samples_for_inputs:
             yield Fault(
                 f"{stage.options.algorithm.name} samples greedy completions of the prompts as well, "
                 "and samples lack the long columns that their rewards may need; leave out rollouts, "
