@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from rewards import RewardError, registry
 from rewards.workers.columns import plain
 from rl.config.data import DataOptions, NamedDataOptions, RewardSettings, source_name
@@ -34,7 +32,7 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Dataset:
-    """Examples in the order of their source; `order` shuffles them. `total`: number of rows in all
+    """Examples in the order of their source; a `RowOrder` shuffles them. `total`: number of rows in all
     parts."""
 
     examples: list[Example]
@@ -140,22 +138,6 @@ def _with_source(example: Example, source: str | None) -> Example:
     if source is None:
         return example
     return replace(example, source=source, columns={"source": source} | example.columns)
-
-
-def order(seed: int, rows: int, index: int, part: int = 0) -> int:
-    """Returns the row of the `index`-th prompt of a run: each epoch is a permutation of all rows.
-
-    part: number of the dataset among several; they have different orders. The result depends on the
-    arguments only, so that a resumed run continues with the next prompt.
-    """
-    epoch, place = divmod(index, rows)
-    return int(_permutation(seed, rows, epoch, part)[place])
-
-
-@functools.lru_cache(maxsize=32)
-def _permutation(seed: int, rows: int, epoch: int, part: int) -> np.ndarray:
-    sequence = np.random.SeedSequence([seed, epoch] if part == 0 else [seed, epoch, part])
-    return np.random.Generator(np.random.Philox(sequence)).permutation(rows)
 
 
 def column_problems(settings: RewardSettings, examples: Sequence[Example]) -> Iterator[str]:

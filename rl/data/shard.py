@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from policy.mesh import processes
 from rl.config.data import DataOptions, NamedDataOptions
 from rl.data.datasets import has_sources
 from rl.data.drawing.mixture import MixturePart
+from rl.data.drawing.order import RowOrder
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ class Shard:
     effect: str | None = None
     parts: Sequence[MixturePart] = ()
     sources: Sequence[str] | None = None
+
+    def order(self, seed: int, examples: int = 1) -> RowOrder:
+        """Returns the order in which a stage takes the rows. examples: that it makes of each row; it
+        then takes these, numbered row by row."""
+        parts = self.parts or [MixturePart("", self.total)]
+        return RowOrder([replace(part, rows=part.rows * examples) for part in parts], seed)
 
     def numbered(self) -> dict[int, Any]:
         """Returns the rows of this process by their number among all."""

@@ -85,7 +85,7 @@ def run(
         changed = on_first(compare)
         if not ended:
             state = (saved[1].get("progress") or {}).get("producer") or {}
-            prepared.stages[stage].check_restored(state)
+            prepared.stages[stage].restore_curriculum(state)
     progress = Progress.from_json(saved[1].get("progress")) if saved else Progress()
     has_media = prepared.data.has_media
     with timeline.span("loading the model"):

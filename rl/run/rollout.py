@@ -273,6 +273,7 @@ def _start_stage(run: Run, stage: Stage, new: bool) -> None:
     steps yet."""
     if new:
         run.progress.start_stage(stage.algorithm.adaptive_coefs)
+    stage.restore_curriculum(run.progress.producer)
     policy = ParamState(run.model.params, optimizer=None)
     stage.start(run, RunState(policy, reference=None, critic=None))
     if stage.runner.sources:

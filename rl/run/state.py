@@ -123,7 +123,8 @@ class Run(Context):
             restored = self.checkpoints.restore(stage.abstract())
             assert restored is not None
             state = stage.start(self, restored[1])
-        self._note_curriculum(stage)
+        if not checkpoint["ended"]:
+            self._note_curriculum(stage)
         self.model.params = state.policy.params
         return state
 

@@ -260,25 +260,24 @@ class StageKind(ConfiguredStage, ABC):
         self.options = options
 
     def start(self, context: Context, restored: Any = None) -> Any:
-        """Returns the state before the first step, or `restored`, the arrays of a checkpoint."""
+        """Returns the state before the first step, or `restored`, the arrays of a checkpoint, after
+        `restore_curriculum`."""
         self.context = context
         if context.tables is not None:
             from rl.training.media.tables import trains_towers
 
             trained = self.trains_policy and trains_towers(context.model.graph, self.options)
             context.tables.start_stage(trained)
-        progress = context.progress
-        if restored is None:
-            progress.start_stage(self.algorithm.adaptive_coefs)
-        if self.curriculum is not None:
-            self.curriculum.restore(progress.producer.get("curriculum", {}))
         if restored is not None:
             return restored
+        context.progress.start_stage(self.algorithm.adaptive_coefs)
+        self.restore_curriculum({})
         return self.trainer.start(context.model.params, self.config.seed + self.index)
 
-    def check_restored(self, producer: dict[str, Any]) -> None:
-        """Raises DataError for the state of a checkpoint (`producer_state`) that does not fit the
-        rows of the data. Called before a model is built."""
+    def restore_curriculum(self, producer: dict[str, Any]) -> None:
+        """Gives the curriculum its state in a checkpoint (`producer_state`). A run that goes on calls
+        it before a model is built. Raises DataError if the state does not fit the rows of the
+        data."""
         if self.curriculum is not None:
             self.curriculum.restore(producer.get("curriculum", {}))
 

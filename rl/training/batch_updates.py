@@ -57,12 +57,16 @@ def shard_rows(tree: Any, layout: Layout) -> Any:
     )
 
 
-def step_of(table: MediaTable | None, micro: Batch) -> Step:
+def step_of(table: MediaTable | None, micro: Batch, dropout_rate: float = 0.0) -> Step:
     """Returns the forward-pass inputs of a micro-batch: positions, routes, and the places of its
-    pictures and sounds, with their table."""
+    pictures and sounds, with their table. With a rate, also the seeds of dropout that an update
+    adds to its batch."""
     media = towers.in_table(micro.media, table)
     step = modes.make_step(micro.tokens, segments=micro.segments, media=media, tree=micro.tree)
-    return replace(step, routes=micro.routes)
+    dropout = None
+    if dropout_rate and micro.dropout is not None:
+        dropout = Dropout(micro.dropout, rate=dropout_rate)
+    return replace(step, routes=micro.routes, dropout=dropout)
 
 
 def by_micro_batch(
@@ -273,12 +277,3 @@ class BatchUpdates(ABC):
                 "in the events of the stage: `loss`, `optim/grad_norm`, `reward/mean`. Weights "
                 "that are not finite, huge rewards and a narrow dtype are usual causes"
             )
-
-    def step_of(self, table: MediaTable | None, micro: Batch) -> Step:
-        """Returns the forward-pass inputs of a micro-batch, with the seeds of dropout."""
-        step = step_of(table, micro)
-        return (
-            step
-            if micro.dropout is None
-            else replace(step, dropout=Dropout(micro.dropout, rate=self.stage.dropout))
-        )

@@ -1,41 +1,62 @@
-"""The learning rates of a stage by their formula (docs/configuration.md), on the host. Free of
-jax."""
+"""The formula of learning rates (docs/configuration.md), and the learning rates of a stage on the
+host. Free of jax."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import pairwise
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from rl.config.changes import boundaries, in_force
 from rl.config.run import RunConfig
 from rl.config.stage import OptimizerOptions
+
+if TYPE_CHECKING:
+    import jax
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 40
 
 
 def learning_rate(
-    options: OptimizerOptions, steps: int, updates_per_step: int, update: int
-) -> float:
-    """Returns the learning rate of an update of a stage, counted from 0.
+    options: OptimizerOptions,
+    steps: int,
+    updates_per_step: int,
+    update: int | np.ndarray | jax.Array,
+    xp: ModuleType = np,
+) -> np.ndarray | jax.Array:
+    """Returns the learning rate of an update of a stage, counted from 0, or of several.
 
     The warm-up of w updates rises by equal parts; update w has the peak. Then the rate is constant,
     or falls from step to step: all updates of a step have one rate, and the last step has
     `final_fraction` of the peak.
+
+    xp: the module that computes it: numpy, or jax.numpy in a compiled program.
     """
     peak = options.learning_rate
     warm = options.warmup_steps
     final = options.final_fraction
-    if update < warm:
-        return peak * (update + 1) / (warm + 1)
-    if options.schedule == "constant":
-        return peak
     first = warm // updates_per_step
-    last = steps - 1
-    t = min(1.0, (update // updates_per_step - first) / max(1, last - first))
-    share = 1 - t if options.schedule == "linear" else (1 + math.cos(math.pi * t)) / 2
-    return peak * (final + (1 - final) * share)
+    length = max(1, steps - 1 - first)
+    done = xp.clip(update // updates_per_step - first, 0, length)
+    if options.schedule == "linear":
+        rate = _between(peak, peak * final, 1 - done / length)
+    elif options.schedule == "cosine":
+        rate = peak * _between(1, final, (1 + xp.cos(np.pi * done / length)) / 2)
+    else:
+        rate = peak
+    if not warm:
+        return xp.broadcast_to(rate, xp.shape(update))
+    warmed = xp.clip(update, 0, warm)
+    return xp.where(update < warm, _between(peak / (warm + 1), peak, 1 - warmed / warm), rate)
+
+
+def _between(first: float, last: float, share: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    """Returns share * first + (1 - share) * last."""
+    return (first - last) * share + last
 
 
 def stage_rates(config: RunConfig, index: int, key: str, waits: int = 0) -> list[float]:
@@ -51,8 +72,8 @@ def stage_rates(config: RunConfig, index: int, key: str, waits: int = 0) -> list
         stage = in_force(config, index, start + 1).stages[index]
         count = stage.updates_per_step
         steps = max(0, stage.total_steps - waits)
-        updates = range(max(0, start - waits) * count, max(0, end - waits) * count)
-        rates += [learning_rate(getattr(stage, key), steps, count, update) for update in updates]
+        updates = np.arange(max(0, start - waits) * count, max(0, end - waits) * count)
+        rates += learning_rate(getattr(stage, key), steps, count, updates).tolist()
     return rates
 
 

@@ -1,4 +1,4 @@
-"""Computes learning rates, and makes one step of an optimizer: at once, or layer by layer for
+"""Makes one step of an optimizer: at once, or layer by layer for
 weights and moments in host memory.
 
 Weights and gradients are flat dicts by path. The state of the optax transformation must consist of
@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple, cast
 
@@ -23,29 +24,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from policy.mesh.sharding import Layout, axes_of
 from policy.ops.host_memory import fetch, put_back
 from rl.config.stage import OptimizerOptions
+from rl.training.learning_rate import learning_rate
 
 
 def schedule(options: OptimizerOptions, steps: int, updates_per_step: int = 1) -> optax.Schedule:
-    """Returns the learning rate of an update of a stage, counted from 0: `learning_rate` of
-    rl/training/learning_rate.py, in float32."""
-    peak = options.learning_rate
-    warm = options.warmup_steps
-    first = warm // updates_per_step
-    rest = max(1, steps - 1 - first)
-    by_step = {
-        "constant": optax.constant_schedule(peak),
-        "linear": optax.linear_schedule(peak, peak * options.final_fraction, rest),
-        "cosine": optax.cosine_decay_schedule(peak, rest, options.final_fraction),
-    }[options.schedule]
-
-    def after_warmup(update):
-        return by_step((update + warm) // updates_per_step - first)
-
-    if not warm:
-        return after_warmup
-    return optax.join_schedules(
-        [optax.linear_schedule(peak / (warm + 1), peak, warm), after_warmup], [warm]
-    )
+    """Returns `learning_rate` as a function of the update, in float32."""
+    rate = partial(learning_rate, options, steps, updates_per_step, xp=jnp)
+    return cast(optax.Schedule, rate)
 
 
 def at_update(state: Any, update: jax.Array) -> Any:

@@ -161,7 +161,7 @@ class RewardModelTrainer(BatchUpdates):
         return LossCall(self.reward_model, weights, batch, inputs, micro_rows)
 
     def _score_loss(self, weights: Weights, micro: Batch, inputs: PolicyInputs) -> LossOutput:
-        step = self.step_of(weights.table, micro)
+        step = step_of(weights.table, micro, self.stage.dropout)
         scores, aux = self.model.scores(weights.reward_model, micro.tokens, step)
         loss, metrics = self.algorithm.loss(replace(inputs, scores=scores))
         return LossOutput(loss=loss, metrics=metrics, aux=aux)

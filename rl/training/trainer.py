@@ -369,12 +369,12 @@ class Trainer(BatchUpdates):
     ) -> LossOutput:
         """Returns a policy loss of 0 and the Aux of the layers: only auxiliary losses train.
         Computes no logits."""
-        step = self.step_of(weights.table, micro)
+        step = step_of(weights.table, micro, self.stage.dropout)
         aux = self._update_graph.aux(weights.policy, micro.tokens, step)
         return LossOutput(loss=jnp.float32(0.0), metrics={}, aux=aux)
 
     def _policy_loss(self, weights: Weights, micro: Batch, inputs: PolicyInputs) -> LossOutput:
-        step = self.step_of(weights.table, micro)
+        step = step_of(weights.table, micro, self.stage.dropout)
         logp, entropy, aux = self._update_graph.logprobs(
             weights.policy, micro.tokens, step, self.temperature, micro.kept
         )

@@ -13,8 +13,10 @@ class Resting(Curriculum):
         self._drawn = 0
         self._resting = set()
         self._waiting = False
+        self._restored = False
 
     def next(self, count):
+        assert self._restored
         assert not self._waiting, "the rewards of the rows before have not been observed"
         rows = []
         while len(rows) < count:
@@ -36,6 +38,8 @@ class Resting(Curriculum):
         return {"drawn": self._drawn, "resting": sorted(self._resting)}
 
     def restore(self, state):
+        assert not self._restored, "called twice"
+        self._restored = True
         self._drawn = state.get("drawn", 0)
         self._resting = set(state.get("resting", ()))
 

@@ -11,7 +11,7 @@ import pytest
 
 import rl.stages
 from rl.config.stage import CurriculumOptions
-from rl.data.datasets import order
+from rl.data.drawing.order import shuffled
 from rl.data.drawing.mixture import MixturePart
 from rl.data.encoded import Example
 from rl.data.shard import Shard
@@ -55,7 +55,7 @@ def test_rows_that_are_left_keep_the_weights_of_their_datasets():
 
 
 def test_all_rows_come_in_the_order_without_a_curriculum():
-    assert candidates().among().take(range(20)) == [order(5, 7, n) for n in range(20)]
+    assert candidates().among().take(range(20)) == [shuffled(5, 7, n) for n in range(20)]
     assert candidates().column("rate") == list(RATES)
     assert candidates().column("other") == [None] * 7
 
@@ -242,10 +242,10 @@ def test_a_stage_that_is_over_needs_no_rollouts(tmp_path):
 def test_a_checkpoint_of_other_rows_is_refused_before_the_stage_starts(tmp_path):
     options = {"name": "pass_rate", "options": {"column": "rate"}}
     (stage,) = prepare(config(tmp_path, curriculum=options)).stages
-    stage.check_restored({"curriculum": stage.curriculum.state()})
-    stage.check_restored({})
+    stage.restore_curriculum({"curriculum": stage.curriculum.state()})
+    stage.restore_curriculum({})
     with pytest.raises(DataError, match="curriculum pass_rate: other rows stay"):
-        stage.check_restored({"curriculum": {"drawn": 2, "rows_sha256": "0"}})
+        stage.restore_curriculum({"curriculum": {"drawn": 2, "rows_sha256": "0"}})
 
 
 def test_a_process_without_a_row_of_its_own_scores_too(tmp_path):

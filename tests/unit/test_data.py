@@ -9,7 +9,9 @@ import pytest
 
 from rl.config.data import DataOptions
 from rl.data import datasets
-from rl.data.datasets import load, order
+from rl.data.datasets import load
+from rl.data.drawing import order
+from rl.data.drawing.order import shuffled
 from rl.data.rows.files import read_file
 from rl.data.rows.forms import read_labelled
 from rl.errors import ConfigError, DataError
@@ -239,12 +241,12 @@ def test_only_the_first_rows_are_read_with_a_limit():
 
 
 def test_each_epoch_is_another_permutation_and_depends_on_the_seed_alone():
-    epochs = [[order(5, 7, 7 * epoch + i) for i in range(7)] for epoch in range(3)]
+    epochs = [[shuffled(5, 7, 7 * epoch + i) for i in range(7)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
-    datasets._permutation.cache_clear()
-    assert [order(5, 7, 7 + i) for i in range(7)] == epochs[1]
-    assert [order(6, 7, i) for i in range(7)] != epochs[0]
+    order._permutation.cache_clear()
+    assert [shuffled(5, 7, 7 + i) for i in range(7)] == epochs[1]
+    assert [shuffled(6, 7, i) for i in range(7)] != epochs[0]
     # Pinned: a resumed run must find the order of the run it continues.
     assert epochs[0] == PINNED
 

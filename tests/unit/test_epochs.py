@@ -7,7 +7,7 @@ import pytest
 import rl.stages
 from rl.commands.cli import main
 from rl.config import files
-from rl.data.datasets import order
+from rl.data.drawing.order import shuffled
 from rl.errors import ConfigError
 from rl.plan.command import _learning_rates
 from rl.run.health import outline
@@ -103,7 +103,7 @@ def test_problems_of_a_task_are_counted_and_stages_with_steps_are_left_alone(tmp
 
 def test_a_step_goes_on_into_the_next_epoch():
     """Eleven rows in steps of 4: the third step has the first row of the second pass."""
-    drawn = [order(0, 11, number) for number in range(24)]
+    drawn = [shuffled(0, 11, number) for number in range(24)]
     assert sorted(drawn[:11]) == sorted(drawn[11:22]) == list(range(11))
 
 

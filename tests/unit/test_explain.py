@@ -110,6 +110,27 @@ def named(directory: Path) -> list[str]:
     return [each.name for each in findings(directory)]
 
 
+def test_a_small_dataset_of_several_is_repeated_too_often(tmp_path):
+    def rows(rare):
+        return [
+            {
+                "nll": 2.0 - 0.01 * step,
+                "data/epoch": 0.1 * step,
+                "source/common/epoch": 0.05 * step,
+                "source/rare/epoch": rare * step,
+            }
+            for step in range(1, 31)
+        ]
+
+    data = "data: [{path: a, name: common, weight: 9}, {path: b, name: rare, weight: 1}]\n"
+    config = data + "stages: [{algorithm: {name: sft}, steps: 30, prompts_per_step: 4}]\n"
+    assert "data exhausted" not in named(run(tmp_path / "few", rows(0.1), "sft", config=config))
+    found = findings(run(tmp_path / "many", rows(0.3), "sft", config=config))
+    (exhausted,) = [each for each in found if each.name == "data exhausted"]
+    assert exhausted.text.startswith("the stage has gone over its dataset rare 9 times")
+    assert "lower the weight of rare" in exhausted.change and exhausted.step == 14
+
+
 def test_two_steps_say_little(tmp_path):
     equal = {
         "reward/frac_zero_std": 1.0,

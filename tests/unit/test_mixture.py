@@ -11,8 +11,8 @@ from policy.mesh import processes
 from rl.config import files
 from rl.config.data import ColumnNames, NamedDataOptions
 from rl.data import datasets
-from rl.data.datasets import order
-from rl.data.drawing.mixture import Mixture, MixturePart, Schedule
+from rl.data.drawing.mixture import Mixture, MixturePart
+from rl.data.drawing.order import RowOrder, shuffled
 from rl.data.shard import Shard, joined
 from rl.errors import ConfigError, DataError
 from rl.run.load import load
@@ -83,47 +83,47 @@ def stage_of(folder, data, **stage):
     ],
 )
 def test_datasets_take_turns_by_their_weights(weights, expected):
-    schedule = Schedule(weights)
-    assert "".join("ABC"[schedule.place(n).part] for n in range(len(expected))) == expected
-    backwards = Schedule(weights)  # a resumed run asks for a late row first
+    mixture = Mixture(weights)
+    assert "".join("ABC"[mixture.place(n).part] for n in range(len(expected))) == expected
+    backwards = Mixture(weights)  # a resumed run asks for a late row first
     assert [backwards.place(n) for n in reversed(range(len(expected)))] == [
-        schedule.place(n) for n in reversed(range(len(expected)))
+        mixture.place(n) for n in reversed(range(len(expected)))
     ]
 
 
 @pytest.mark.parametrize("weights", [(7, 2, 1), (1, 2, 3, 4, 5, 6), (1, 100), (13, 13, 1)])
 def test_each_dataset_gives_its_share_to_within_one_row(weights):
-    schedule = Schedule(weights)
+    mixture = Mixture(weights)
     counts = Counter()
     for drawn in range(1, 2 * sum(weights) + 5):
-        place = schedule.place(drawn - 1)
+        place = mixture.place(drawn - 1)
         assert place.taken == counts[place.part]
         counts[place.part] += 1
         shares = [Fraction(weight * drawn, sum(weights)) for weight in weights]
         assert all(abs(share - counts[part]) < 1 for part, share in enumerate(shares))
-        assert schedule.counts(drawn) == [counts[part] for part in range(len(weights))]
+        assert mixture.counts(drawn) == [counts[part] for part in range(len(weights))]
 
 
 def test_rows_of_a_rare_dataset_are_counted_without_looking_for_the_last_one():
-    schedule = Schedule((3000, 1))
-    schedule.place(2900)
-    places = schedule.place
-    schedule.place = lambda number: pytest.fail(f"looked at row {number}")
-    counts = schedule.counts(2900)
+    mixture = Mixture((3000, 1))
+    mixture.place(2900)
+    places = mixture.place
+    mixture.place = lambda number: pytest.fail(f"looked at row {number}")
+    counts = mixture.counts(2900)
     assert sum(counts) == 2900 and counts[1] == sum(places(n).part for n in range(2900)) == 1
-    assert schedule.counts(3001 * 5) == [15000, 5] and schedule.counts(0) == [0, 0]
+    assert mixture.counts(3001 * 5) == [15000, 5] and mixture.counts(0) == [0, 0]
 
 
 def test_rows_are_numbered_from_the_first_dataset_on_and_keep_their_own_order():
-    mixture = Mixture([MixturePart("a", 5, 0.75), MixturePart("b", 3, 0.25)])
-    rows = mixture.order(7, range(40))
+    order = RowOrder([MixturePart("a", 5, 0.75), MixturePart("b", 3, 0.25)], seed=7)
+    rows = order.take(range(40))
     own = {"a": [row for row in rows if row < 5], "b": [row - 5 for row in rows if row >= 5]}
-    assert own["a"] == [order(7, 5, n) for n in range(30)]  # the order of the dataset alone
-    assert own["b"] == [order(7, 3, n, 1) for n in range(10)]
+    assert own["a"] == [shuffled(7, 5, n) for n in range(30)]  # the order of the dataset alone
+    assert own["b"] == [shuffled(7, 3, n, 1) for n in range(10)]
     assert all(sorted(own["a"][n : n + 5]) == [*range(5)] for n in range(0, 30, 5))
-    assert mixture.order(7, range(17, 40)) == rows[17:]
-    assert mixture.epochs(8) == {"a": 6 / 5, "b": 2 / 3}
-    same = [order(7, 9, n) for n in range(9)], [order(7, 9, n, 1) for n in range(9)]
+    assert order.take(range(17, 40)) == rows[17:]
+    assert order.epochs(8) == {"a": 6 / 5, "b": 2 / 3}
+    same = [shuffled(7, 9, n) for n in range(9)], [shuffled(7, 9, n, 1) for n in range(9)]
     assert same[0] != same[1]
 
 
@@ -154,7 +154,7 @@ def test_one_dataset_is_drawn_as_before_in_a_list_too(folder):
     assert alone.rows.sources is None and alone.rows.parts == ()
     assert alone.rows.examples[0].source is None
     assert "source" not in alone.rows.examples[0].columns
-    expected = [order(0, 5, n) for n in range(20)]
+    expected = [shuffled(0, 5, n) for n in range(20)]
     assert alone.example_order.take(range(20)) == listed.example_order.take(range(20)) == expected
     assert listed.rows.sources == ["sums"] * 5
 

@@ -1,8 +1,7 @@
-"""Draws from several datasets by weight.
+"""Which of several datasets gives the next row, by weight.
 
-Which dataset gives the n-th row of a stage follows from the weights and n alone: after any number
-of rows, each dataset has given its share of them to within one row (R. Tijdeman, The chairman
-assignment problem, 1980). Each dataset has its own shuffled order and its own passes.
+It follows from the weights and the number of the row alone: after any number of rows, each dataset
+has given its share of them to within one row (R. Tijdeman, The chairman assignment problem, 1980).
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from fractions import Fraction
 from functools import lru_cache
 from math import gcd, lcm
 from typing import NamedTuple
-
-from rl.data import datasets
 
 
 @dataclass(frozen=True)
@@ -40,37 +37,16 @@ class Place(NamedTuple):
     taken: int
 
 
+def mixture(weights: Sequence[float]) -> Mixture:
+    """Returns the sequence of datasets with these weights."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = lcm(*(weight.denominator for weight in exact))
+    numbers = [int(weight * scale) for weight in exact]
+    common = gcd(*numbers)
+    return _mixture(tuple(number // common for number in numbers))
+
+
 class Mixture:
-    """The order of the rows of several datasets. Rows are numbered from those of the first dataset
-    on."""
-
-    def __init__(self, parts: Sequence[MixturePart]):
-        self.parts = parts
-        self._starts = [sum(part.rows for part in parts[:n]) for n in range(len(parts))]
-        weights = [Fraction(str(part.weight or part.rows)) for part in parts]
-        scale = lcm(*(weight.denominator for weight in weights))
-        numbers = [int(weight * scale) for weight in weights]
-        common = gcd(*numbers)
-        self._schedule = _schedule(tuple(number // common for number in numbers))
-
-    def order(self, seed: int, numbers: Sequence[int]) -> list[int]:
-        """Returns the rows that a stage takes as number 0, 1, 2, ... of its rows."""
-        rows = []
-        for part, taken in map(self._schedule.place, numbers):
-            row = datasets.order(seed, self.parts[part].rows, taken, part)
-            rows.append(self._starts[part] + row)
-        return rows
-
-    def epochs(self, drawn: int) -> dict[str, float]:
-        """Returns how many passes over each dataset the first `drawn` rows of a stage make, by
-        name."""
-        counts = self._schedule.counts(drawn)
-        return {
-            part.name: count / part.rows for part, count in zip(self.parts, counts, strict=True)
-        }
-
-
-class Schedule:
     """The sequence of datasets that give a row each, by integer weights.
 
     With N datasets, shares p and d = 1 / (2N - 2), row number j of a dataset (from 1) may come from
@@ -122,5 +98,5 @@ class Schedule:
 
 
 @lru_cache(maxsize=8)
-def _schedule(weights: tuple[int, ...]) -> Schedule:
-    return Schedule(weights)
+def _mixture(weights: tuple[int, ...]) -> Mixture:
+    return Mixture(weights)

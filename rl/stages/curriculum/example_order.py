@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rl.data import datasets
-from rl.data.drawing.mixture import Mixture
-
 if TYPE_CHECKING:
+    from rl.data.drawing.order import RowOrder
     from rl.data.shard import Shard
-    from rl.stages.curriculum.interface import RowOrder
 
 
 @dataclass(frozen=True)
@@ -33,11 +30,8 @@ class ExampleOrder:
 
         With a curriculum, which of them a step takes is up to the curriculum.
         """
-        if self.chosen is not None:
-            return self.chosen.take(numbers)
-        if (mixture := self._mixture) is not None:
-            return mixture.order(self.seed, numbers)
-        return [datasets.order(self.seed, self.examples, number) for number in numbers]
+        order = self._of_all if self.chosen is None else self.chosen
+        return order.take(numbers)
 
     def rows_of(self, examples: Sequence[int]) -> list[int]:
         """Returns the row of the data that each of these examples is of."""
@@ -51,16 +45,12 @@ class ExampleOrder:
 
     def epochs(self, drawn: int) -> dict[str, float]:
         """Returns source/NAME/epoch after so many examples, of each of several datasets."""
-        mixture = None if self.chosen is not None else self._mixture
-        if mixture is None:
+        if self.chosen is not None or len(self.rows.parts) < 2:
             return {}
-        return {f"source/{name}/epoch": value for name, value in mixture.epochs(drawn).items()}
+        epochs = self._of_all.epochs(drawn)
+        return {f"source/{name}/epoch": value for name, value in epochs.items()}
 
     @property
-    def _mixture(self) -> Mixture | None:
-        """The order of the examples of several datasets; None for one dataset."""
-        parts = self.rows.parts
-        if len(parts) < 2:
-            return None
-        per_row = self.examples // self.rows.total
-        return Mixture([replace(part, rows=part.rows * per_row) for part in parts])
+    def _of_all(self) -> RowOrder:
+        """The order without a curriculum."""
+        return self.rows.order(self.seed, self.examples // self.rows.total)

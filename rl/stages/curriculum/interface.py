@@ -5,14 +5,13 @@ R rows, G completions of each.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rl.data.drawing.mixture import Mixture, MixturePart
+from rl.data.drawing.order import RowOrder
 from rl.data.encoded import Example
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ class Candidates:
         self.total = shard.total
         self.seed = seed
         self._shard = shard
-        self._parts = list(shard.parts) or [MixturePart("", shard.total)]
 
     def values(self, function: Callable[[Example], Any]) -> list[Any]:
         """Returns function(example) of each row. In a run of several processes all of them call it,
@@ -53,29 +51,8 @@ class Candidates:
 
         Each dataset keeps its weight; one without a weight has as much as it has rows left.
         """
-        chosen = range(self.total) if rows is None else sorted(rows)
-        parts = []
-        start = 0
-        for part in self._parts:
-            count = bisect_left(chosen, start + part.rows) - bisect_left(chosen, start)
-            start += part.rows
-            if count:
-                parts.append(replace(part, rows=count))
-        return RowOrder(chosen, Mixture(parts), self.seed)
-
-
-@dataclass(frozen=True)
-class RowOrder:
-    """A shuffled order of some rows, pass after pass. rows: in ascending order. mixture: of their
-    datasets."""
-
-    rows: Sequence[int]
-    mixture: Mixture
-    seed: int
-
-    def take(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the rows that stand at places 0, 1, 2, ... of the order."""
-        return [self.rows[place] for place in self.mixture.order(self.seed, numbers)]
+        order = self._shard.order(self.seed)
+        return order if rows is None else order.among(rows)
 
 
 @dataclass(frozen=True)
@@ -122,9 +99,8 @@ class Curriculum:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes the state of a checkpoint; {} at the start of the stage. May raise DataError for a
-        state that does not fit the rows: a run that goes on calls it before the model is built, and
-        again when the stage starts."""
+        """Takes the state of a checkpoint; {} at the start of the stage. It is called once, before
+        `next`. May raise DataError for a state that does not fit the rows: a run that goes on calls it before the model is built."""
 
     def histogram(self) -> Histogram | None:
         """Returns what the report shows; None: nothing."""

@@ -115,10 +115,14 @@ def exhausted(stage: StageRecord) -> Iterator[Fault]:
     )
     loss = stage.series("nll")
     gap = gap or (f"; nll fell to {loss.last:.2g}" if loss else "")
+    dataset = stage.repeated_dataset
+    data = "its data" if dataset is None else f"its dataset {dataset}"
     yield Fault(
-        f"the stage has gone over its data {epochs:.0f} times{gap}",
+        f"the stage has gone over {data} {epochs:.0f} times{gap}",
         cause="The policy memorises the rows",
-        change=f"Add rows to {stage.setting('data')[1]}, or lower {stage.named('steps')}",
+        change=f"Add rows to {stage.setting('data')[1]}, "
+        + ("" if dataset is None else f"lower the weight of {dataset}, ")
+        + f"or lower {stage.named('steps')}",
         name="data exhausted",
         stage=stage.name,
         step=stage.step_of_epoch(limit),

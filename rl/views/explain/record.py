@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +34,8 @@ from rl.views.explain.series import Series
 
 SAMPLE_BYTES = 2 * 2**20
 """Bytes of samples that are read, from the end of the newest file."""
+
+_SOURCE_EPOCH = re.compile("source/(.+)/epoch")
 
 
 @dataclass(frozen=True)
@@ -177,18 +180,34 @@ class StageRecord:
             return accuracy.values[-1] >= 0.8
         return bool(reward) and top > 0 and reward.last >= 0.8 * top
 
-    @cached_property
+    @property
     def epochs(self) -> float:
-        """How often the stage has gone over its data, at least; 0 where the number of rows is
-        unknown.
+        """How often the stage has gone over its data, or over the one of several datasets that it
+        repeats most, at least; 0 where the number of rows is unknown.
 
         Rows that repeat each other count once, as far as the samples show it; `data/epoch` counts
         them all.
         """
-        recorded = self.series("data/epoch")
+        return max(self._epochs.values(), default=0.0)
+
+    @property
+    def repeated_dataset(self) -> str | None:
+        """The name of the dataset that `epochs` is about; None: all data of the stage."""
+        return max(self._epochs, key=self._epochs.__getitem__, default=None)
+
+    @cached_property
+    def _epochs(self) -> dict[str | None, float]:
+        """Passes over each of several datasets, by name, and over all data (None)."""
         rows = self._rows_of_data()
         distinct = self.steps * int(self.option("prompts_per_step", 32)) / rows if rows else 0.0
-        return max([distinct, *recorded.values[-1:]])
+        epochs: dict[str | None, float] = {
+            None: max([distinct, *self.series("data/epoch").values[-1:]])
+        }
+        for metric in self.rows[-1][1] if self.rows else ():
+            values = self.series(metric).values
+            if values and (of_source := _SOURCE_EPOCH.fullmatch(metric)):
+                epochs[of_source[1]] = values[-1]
+        return epochs
 
     def step_of_epoch(self, epochs: float) -> int | None:
         """Returns the step at which the stage had gone over its data `epochs` times."""
