@@ -35,7 +35,7 @@ from policy.intermediates import Aux
 from policy.layers import batch_split
 from policy.mesh.sharding import Layout
 from policy.ops.host_memory import belongs_there, fetch, in_host_memory
-from policy.ops.parameter import Constant, RowTable
+from policy.ops.parameter import Constant, MatrixDims, RowTable
 from policy.ops.seeds import checked_seed
 from policy.programs.scoring import Scorer, documents, media_of
 from policy.remat import saved
@@ -46,8 +46,8 @@ class Graph:
     array.
 
     Weights are a flat dict from path ("stacks.0.layers.0.mixer.q_proj") to array, in any order.
-    `inputs` names the weights that may be quantised, with the dimensions that their products sum
-    over.
+    `matrices` has the dimensions of the weights that products read. `inputs` names those that may be
+    quantised, with the dimensions that their products sum over.
     """
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
@@ -74,10 +74,15 @@ class Graph:
             path: v.get_metadata("out_sharding")
             for path, v in zip(self.paths, variables, strict=True)
         }
-        self.inputs = {
-            path: _inputs(v)
+        self.matrices = {
+            path: _matrix(v)
             for path, v in zip(self.paths, variables, strict=True)
-            if v.get_metadata("inputs", None)
+            if v.get_metadata("matrix", None)
+        }
+        self.inputs = {
+            path: self.matrices[path].rows
+            for path, v in zip(self.paths, variables, strict=True)
+            if path in self.matrices and v.get_metadata("quantizable")
         }
         self.untrained = frozenset(
             p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, Constant)
@@ -488,8 +493,9 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _inputs(variable: nnx.Variable) -> tuple[int, ...]:
-    """Returns the dimensions that the products of a weight sum over, counted with the repeats of a
-    stack in front."""
+def _matrix(variable: nnx.Variable) -> MatrixDims:
+    """Returns the dimensions of a weight that products read, counted with the repeats of a stack in
+    front."""
     stacked = variable.get_metadata("out_sharding")[0] == "layers"
-    return tuple(dim + stacked for dim in variable.get_metadata("inputs"))
+    rows, columns = variable.get_metadata("matrix")
+    return MatrixDims(tuple(dim + stacked for dim in rows), tuple(dim + stacked for dim in columns))

@@ -38,10 +38,19 @@ class KeyIndexer(nnx.Module):
         H = spec.heads
         D = spec.head_dim
         init = normal(config.initializer_range)
-        self.wq_b = weight(rngs, (q_lora_rank, H, D), ("q_lora", "q_heads", "kv"), init)
-        self.wk = weight(rngs, (E, D), ("embed", "kv"), init)
+        self.wq_b = weight(
+            rngs,
+            (q_lora_rank, H, D),
+            ("q_lora", "q_heads", "kv"),
+            init,
+            inputs=(0,),
+            quantizable=False,
+        )
+        self.wk = weight(rngs, (E, D), ("embed", "kv"), init, inputs=(0,), quantizable=False)
         self.k_norm = MeanNorm(D, spec.norm, rngs)
-        self.weights_proj = weight(rngs, (E, H), ("embed", "q_heads"), init)
+        self.weights_proj = weight(
+            rngs, (E, H), ("embed", "q_heads"), init, inputs=(0,), quantizable=False
+        )
 
     def __call__(
         self, x_BTE: jax.Array, q_latent_BTr: jax.Array, step: Step

@@ -40,7 +40,8 @@ class MixtureOfExperts(nnx.Module):
         self.router = TopKRouter(spec.router, config, rngs)
         for name in (*inputs(spec), "down"):
             shape = (X, F, L) if name == "down" else (X, L, F)
-            setattr(self, f"expert_{name}_proj", weight(rngs, shape, AXES[name], init, inputs=(1,)))
+            array = weight(rngs, shape, AXES[name], init, inputs=(1,), counts=(0,))
+            setattr(self, f"expert_{name}_proj", array)
             if spec.bias:
                 setattr(
                     self, f"expert_{name}_bias", weight(rngs, (X, shape[-1]), ("exp", None), zeros)
@@ -51,7 +52,9 @@ class MixtureOfExperts(nnx.Module):
         if spec.shared:
             self.shared = FeedForward(spec.shared, config, rngs)
         if spec.shared_gate:
-            self.shared_gate = weight(rngs, (E, 1), ("embed", None), init)
+            self.shared_gate = weight(
+                rngs, (E, 1), ("embed", None), init, inputs=(0,), quantizable=False
+            )
 
     def __call__(
         self, x_BTE: jax.Array, step: Step, runtime: Runtime, router_input: jax.Array | None = None

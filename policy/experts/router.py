@@ -64,7 +64,14 @@ class TopKRouter(nnx.Module):
     def __init__(self, spec: Router, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
         shape = (config.hidden_size, spec.experts)
-        self.weight = weight(rngs, shape, ("embed", None), normal(config.initializer_range))
+        self.weight = weight(
+            rngs,
+            shape,
+            ("embed", None),
+            normal(config.initializer_range),
+            inputs=(0,),
+            quantizable=False,
+        )
         if spec.bias:
             self.bias = weight(rngs, (spec.experts,), (None,), zeros)
         if spec.correction_bias:

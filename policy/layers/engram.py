@@ -97,8 +97,12 @@ class NgramLookup(nnx.Module):
         self.table = weight(
             rngs, (spec.table_rows, spec.head_dim), (None, "engram_row"), init, RowTable
         )
-        self.key_proj = weight(rngs, (G, D, E), (None, "engram_dim", "embed"), init)
-        self.value_proj = weight(rngs, (D, E), ("engram_dim", "embed"), init)
+        self.key_proj = weight(
+            rngs, (G, D, E), (None, "engram_dim", "embed"), init, inputs=(1,), quantizable=False
+        )
+        self.value_proj = weight(
+            rngs, (D, E), ("engram_dim", "embed"), init, inputs=(0,), quantizable=False
+        )
         if spec.bias:
             self.key_bias = weight(rngs, (G, E), (None, None), zeros)
             self.value_bias = weight(rngs, (E,), (None,), zeros)

@@ -33,8 +33,12 @@ class StreamReader(nnx.Module):
         init = normal(config.initializer_range)
         self._norm = Norm(self.config.norm_eps, "zero_centred")
         self.norm = weight(rngs, (G, E), (None, "norm"), zeros)
-        self.down = weight(rngs, (G, E, R), (None, "embed", None), init)
-        self.up = weight(rngs, (R, G, E), (None, None, "embed"), init)
+        self.down = weight(
+            rngs, (G, E, R), (None, "embed", None), init, inputs=(0, 1), quantizable=False
+        )
+        self.up = weight(
+            rngs, (R, G, E), (None, None, "embed"), init, inputs=(0,), quantizable=False
+        )
 
     def __call__(self, x_BTGE: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns (what is read [B, T, E], the normed streams [B, T, G, E])."""
@@ -59,7 +63,12 @@ class GatedConnection(nnx.Module):
         E = config.hidden_size
         self.reader = StreamReader(config, rngs)
         self.inject = weight(
-            rngs, (G, E, G), (None, "embed", None), normal(config.initializer_range)
+            rngs,
+            (G, E, G),
+            (None, "embed", None),
+            normal(config.initializer_range),
+            inputs=(0, 1),
+            quantizable=False,
         )
 
     def read(self, x_BTGE: jax.Array) -> tuple[jax.Array, jax.Array]:

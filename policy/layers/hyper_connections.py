@@ -45,7 +45,12 @@ class Mapping(nnx.Module):
         E = config.hidden_size
         K = sum(parts)
         self.weight = weight(
-            rngs, (G, E, K), (None, "embed", None), normal(config.initializer_range)
+            rngs,
+            (G, E, K),
+            (None, "embed", None),
+            normal(config.initializer_range),
+            inputs=(0, 1),
+            quantizable=False,
         )
         self.bias = weight(rngs, (K,), (None,), zeros)
         self.scale = weight(rngs, (len(parts),), (None,), jax.nn.initializers.constant(FIRST_SCALE))

@@ -33,7 +33,14 @@ class PredictionModule(nnx.Module):
         E = config.hidden_size
         self.enorm = norm(E, config.norm, rngs)
         self.hnorm = norm(E, config.norm, rngs)
-        self.eh_proj = weight(rngs, (2 * E, E), ("embed", None), normal(config.initializer_range))
+        self.eh_proj = weight(
+            rngs,
+            (2 * E, E),
+            ("embed", None),
+            normal(config.initializer_range),
+            inputs=(0,),
+            quantizable=False,
+        )
         self.streams = streams(config, rngs)
         self.layer = Layer(spec.layer, config, rngs)
         if spec.final_norm:

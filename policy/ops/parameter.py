@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,17 @@ def split_module(
     return arrays, lambda arrays: nnx.merge(graph, tree.unflatten(arrays))
 
 
+class MatrixDims(NamedTuple):
+    """The dimensions of a weight that products read.
+
+    rows: those that a product sums over. columns: those that it gives. All other dimensions count
+    matrices: of layers, of experts, of groups with inputs of their own.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
 def weight(
     rngs: nnx.Rngs,
     shape: tuple[int, ...],
@@ -77,13 +88,22 @@ def weight(
     init: Callable[..., jax.Array],
     kind: type[nnx.Param] = nnx.Param,
     inputs: tuple[int, ...] | None = None,
+    counts: tuple[int, ...] = (),
+    quantizable: bool = True,
 ) -> nnx.Param:
     """Creates a trained float32 array of `shape` whose dimension i has the logical axis name
     `axes[i]`.
 
-    `inputs` are the dimensions that its products sum over, if they go through policy/ops/linear.py:
-    such a weight may be quantised. Raises ValueError if `shape` and `axes` differ in length.
+    inputs: the dimensions that its products sum over; None: it is a vector, a table of embeddings or
+    the kernel of a convolution. counts: the dimensions that count matrices, such as the experts.
+    quantizable: whether its products may read it quantised; they then go through
+    policy/ops/linear.py. Raises ValueError if `shape` and `axes` differ in length.
     """
     if len(shape) != len(axes):
         raise ValueError(f"shape {shape} and axes {axes} differ in length")
-    return kind(init(rngs.params(), shape, jnp.float32), out_sharding=axes, inputs=inputs)
+    matrix = None
+    if inputs is not None:
+        outputs = (dim for dim in range(len(shape)) if dim not in inputs + counts)
+        matrix = MatrixDims(inputs, tuple(outputs))
+    array = init(rngs.params(), shape, jnp.float32)
+    return kind(array, out_sharding=axes, matrix=matrix, quantizable=quantizable)

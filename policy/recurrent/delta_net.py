@@ -62,12 +62,15 @@ class DeltaNet(nnx.Module):
         G = spec.value_heads // K
         init = normal(config.initializer_range)
         for name, dim in {"q": D, "k": D, "v": G * V, "z": G * V, "b": G, "a": G}.items():
-            inputs = (0,) if name in "qkvz" else None
-            setattr(
-                self,
-                f"{name}_proj",
-                weight(rngs, (E, K, dim), ("embed", "kv_heads", "kv"), init, inputs=inputs),
+            array = weight(
+                rngs,
+                (E, K, dim),
+                ("embed", "kv_heads", "kv"),
+                init,
+                inputs=(0,),
+                quantizable=name in "qkvz",
             )
+            setattr(self, f"{name}_proj", array)
         for name, dim in {"q": D, "k": D, "v": G * V}.items():
             setattr(self, f"{name}_conv", weight(rngs, (K, dim, W), ("kv_heads", "kv", None), init))
         self.A_log = weight(rngs, (K, G), ("kv_heads", None), log_uniform)

@@ -53,7 +53,9 @@ class KimiDelta(DeltaNet):
                 f"{name}_b_proj",
                 weight(rngs, (D, H, D), (None, "kv_heads", "kv"), init, inputs=(0,)),
             )
-        self.b_proj = weight(rngs, (E, H), ("embed", "kv_heads"), init)
+        self.b_proj = weight(
+            rngs, (E, H), ("embed", "kv_heads"), init, inputs=(0,), quantizable=False
+        )
         self.A_log = weight(rngs, (H,), ("kv_heads",), log_uniform)
         self.dt_bias = weight(rngs, (H, D), ("kv_heads", None), ones)
         self.norm = RMSNorm(D, spec.norm, rngs)

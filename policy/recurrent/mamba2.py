@@ -48,12 +48,15 @@ class Mamba2Mixer(DeltaNet):
         G = spec.heads // K
         init = normal(config.initializer_range)
         for name, dim in {"q": D, "k": D, "v": G * V, "z": G * V, "a": G}.items():
-            inputs = None if name == "a" else (0,)
-            setattr(
-                self,
-                f"{name}_proj",
-                weight(rngs, (E, K, dim), ("embed", "kv_heads", "kv"), init, inputs=inputs),
+            array = weight(
+                rngs,
+                (E, K, dim),
+                ("embed", "kv_heads", "kv"),
+                init,
+                inputs=(0,),
+                quantizable=name != "a",
             )
+            setattr(self, f"{name}_proj", array)
             if spec.bias:
                 setattr(self, f"{name}_bias", weight(rngs, (K, dim), ("kv_heads", "kv"), zeros))
         for name, dim in {"q": D, "k": D, "v": G * V}.items():

@@ -56,11 +56,15 @@ class Projections(nnx.Module):
         axes. `clipped`: four stored numbers, NAME_input_min and so on, bound its inputs and
         outputs."""
         (inputs, outputs), (rows, columns) = shape, axes
-        setattr(
-            self,
-            f"{name}_proj",
-            weight(rngs, inputs + outputs, rows + columns, normal(self.spec.initializer_range)),
+        array = weight(
+            rngs,
+            inputs + outputs,
+            rows + columns,
+            normal(self.spec.initializer_range),
+            inputs=tuple(range(len(inputs))),
+            quantizable=False,
         )
+        setattr(self, f"{name}_proj", array)
         if bias:
             named = tuple("norm" if axis == "embed" else axis for axis in columns)
             setattr(self, f"{name}_bias", weight(rngs, outputs, named, zeros))

@@ -37,12 +37,6 @@ if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
     from policy.model import Graph
 
-# Logical axes that matrices outside of policy/ops/linear.py sum over: routers, gates and indexers.
-_INPUTS = {"embed", "q_lora"}
-# The taps of the convolution over the values of an n-gram table, which have such an axis and are no
-# matrix.
-_TAPS = ".lookup.conv"
-
 
 @dataclass(frozen=True, eq=False)
 class Operations:
@@ -61,15 +55,9 @@ class Operations:
         config = self.graph.config
         head = ({"embed_tokens"} if config.tied_head else {"lm_head"}) if self.head else set()
         for path, shape in self.graph.shapes.items():
-            if is_tower(path) or path.endswith(
-                _TAPS
-            ):  # towers read pictures and sounds, not tokens
+            if is_tower(path):  # towers read pictures and sounds, not tokens
                 continue
-            if (
-                path not in head
-                and path not in self.graph.inputs
-                and not _INPUTS & set(self.graph.axes[path])
-            ):
+            if path not in head and path not in self.graph.matrices:
                 continue
             share = 1.0
             if "exp" in self.graph.axes[path]:

@@ -10,7 +10,8 @@ Temporaries and seconds are a model of a few terms, good for a comparison of con
 - Operations (rl/accounting/flops.py): three times the forward pass for a gradient, and once more
   for recomputation.
 - HBM traffic: all weights in each pass, activations, and in an update each trained weight with the
-  state of its optimizer, read and written once. Operations of optimizers count nothing.
+  state of its optimizer, read and written once.
+- The products of an optimizer, as Muon has them, once an update. Its other operations count nothing.
 - The pass of a teacher in an update is one more forward pass, of its own weights.
 - Communication: an all-gather of weights over the axes that shard them but not the products, a
   reduce-scatter of their gradients, and two activations per layer where products are sharded.
@@ -269,6 +270,7 @@ class Estimator:
         passes = 3.0 + again if update else 1.0
         work, moved = (passes * each for each in weights.forward(numbers // length, length))
         moved += 2 * planned.stepped / planned.trip_count
+        work += planned.optimizer_operations / mesh.size / planned.trip_count
         exchanged = (2 + (again > 0) if update else 1) * item * (weights.assembled - weights.local)
         exchanged += planned.gradient / weights.local * (weights.assembled - weights.local)
         if planned.teacher is not None:

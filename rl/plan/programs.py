@@ -54,7 +54,7 @@ class Planned:
     that hold tokens), each with `micro_rows` rows; None: all. dispatch: most steps of one run of a
     multi-step decode; `times` and counts are per step. kernels and occupancy: as in rl/plan/hlo.py.
     graph: the model that it computes. teacher: a further model, whose forward pass it contains.
-    gradient, stepped, notes: as in Program (rl/stages/stage.py).
+    gradient, stepped, optimizer_operations, notes: as in Program (rl/stages/stage.py).
     """
 
     stage: str
@@ -73,6 +73,7 @@ class Planned:
     teacher: Graph | None = None
     gradient: int = 0
     stepped: int = 0
+    optimizer_operations: float = 0.0
     notes: tuple[str, ...] = ()
 
     @property
@@ -149,6 +150,7 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
             **models,
             gradient=each.gradient,
             stepped=each.stepped,
+            optimizer_operations=each.optimizer_operations,
         )
         yield replace(made, occupancy=_occupancy(each.graph, made))
 

@@ -113,6 +113,7 @@ def update_programs(
             teacher=teacher and teacher.model,
             gradient=_gradient_bytes(call),
             stepped=_stepped_bytes(call),
+            optimizer_operations=sum(step.operations for step in call.update.steps.values()),
             notes=update_notes(stage, call),
         )
 

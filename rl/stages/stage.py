@@ -72,8 +72,8 @@ class Program:
     compiler does not know it. rollout_memory: whether the generator's resharded weights
     (`Context.resharded`) are on the devices while it runs. teacher: the model whose forward pass it
     contains. gradient: bytes per device of the float32 gradient of an update. stepped: bytes per
-    device of the weights and moments that the optimizers of an update change. notes: what a plan
-    says of it, in lines.
+    device of the weights and moments that the optimizers of an update change. optimizer_operations: of
+    the products of these optimizers, on all devices. notes: what a plan says of it, in lines.
     """
 
     kind: str
@@ -88,6 +88,7 @@ class Program:
     teacher: Graph | None = None
     gradient: int = 0
     stepped: int = 0
+    optimizer_operations: float = 0.0
     notes: tuple[str, ...] = ()
 
 

@@ -34,12 +34,11 @@ class Critic:
         self.axes = {VALUE_HEAD: (None,)}
         self.shardings = {VALUE_HEAD: policy.layout.replicated}
         self.sizes = {VALUE_HEAD: (policy.config.hidden_size,)}
-        self.trunk, self.untrained, self.hosted, self.tables = (
-            policy,
-            frozenset(),
-            frozenset(),
-            frozenset(),
-        )
+        self.matrices = {}
+        self.trunk = policy
+        self.untrained = frozenset()
+        self.hosted = frozenset()
+        self.tables = frozenset()
         if not shared:
             alone = {
                 "tied_head": True,
@@ -49,16 +48,13 @@ class Critic:
             }
             trunk = dataclasses.replace(policy.config, **alone)  # it reads the table of the policy
             self.trunk = Graph(trunk, policy.runtime, policy.layout)
-            self.untrained, self.hosted, self.tables = (
-                self.trunk.untrained,
-                self.trunk.hosted,
-                self.trunk.tables,
-            )
-            self.axes, self.shardings = (
-                self.trunk.axes | self.axes,
-                self.trunk.shardings | self.shardings,
-            )
-            self.sizes |= self.trunk.sizes
+            self.untrained = self.trunk.untrained
+            self.hosted = self.trunk.hosted
+            self.tables = self.trunk.tables
+            self.axes = self.trunk.axes | self.axes
+            self.shardings = self.trunk.shardings | self.shardings
+            self.sizes = self.trunk.sizes | self.sizes
+            self.matrices = self.trunk.matrices
         self.flops = Operations(self.trunk, head=False)
 
     def init(self, params: dict[str, jax.Array], std: float, seed: int) -> dict[str, jax.Array]:

@@ -41,7 +41,7 @@ def learning_rate(
     final = options.final_fraction
     first = warm // updates_per_step
     length = max(1, steps - 1 - first)
-    done = xp.clip(update // updates_per_step - first, 0, length)
+    done = xp.minimum(update // updates_per_step - first, length)
     if options.schedule == "linear":
         rate = _between(peak, peak * final, 1 - done / length)
     elif options.schedule == "cosine":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from policy.mesh.sharding import Layout, axes_of
 from policy.ops.host_memory import fetch, put_back
+from policy.ops.parameter import MatrixDims
 from rl.config.stage import OptimizerOptions
 from rl.training.learning_rate import learning_rate
 
@@ -51,35 +52,36 @@ def at_update(state: Any, update: jax.Array) -> Any:
 class WeightAxes:
     """What the rules of optimizers know of weights, by path.
 
-    names: logical axes of each weight. inputs: dimensions that the products of a weight sum over, of
-    the weights that `Graph.inputs` has: those that may be quantised, so no norm, embedding, output
-    head, router or tower. layout: the mesh and its rules.
+    names: logical axes of each weight. matrices: dimensions of the weights that products read: of all
+    but norms, embeddings, output heads, kernels of convolutions and vectors. layout: the mesh and its
+    rules.
 
     A matrix of a weight is what a product sums over times what it gives, with heads joined. Layers,
     experts, and groups of heads with inputs of their own are separate matrices.
     """
 
-    names: dict[str, tuple[str | None, ...]]
-    inputs: dict[str, tuple[int, ...]]
+    names: Mapping[str, tuple[str | None, ...]]
+    matrices: Mapping[str, MatrixDims]
     layout: Layout
 
     def rows(self, path: str) -> tuple[int, ...]:
         """Returns the dimensions of the rows of a matrix: those that products sum over, or the ids
         of a table. () if the weight is no matrix."""
-        if path in self.inputs:
-            return self.inputs[path]
+        if path in self.matrices:
+            return self.matrices[path].rows
         names = self.names[path]
         return tuple(range(len(names) - 1)) if names[-1] in _TABLE_ROWS else ()
 
     def columns(self, path: str) -> tuple[int, ...]:
         """Returns the dimensions of a matrix that are neither rows nor numbers of matrices; of
         another weight all dimensions but the layers and experts."""
+        if path in self.matrices:
+            return self.matrices[path].columns
         rows = self.rows(path)
-        stacks = _STACKS if rows else _STACKS[:2]
         return tuple(
             dim
             for dim, name in enumerate(self.names[path])
-            if dim not in rows and name not in stacks
+            if dim not in rows and name not in _STACKS
         )
 
     def decays(self, path: str) -> bool:
@@ -93,9 +95,8 @@ class WeightAxes:
 _VECTOR = re.compile(r".*(bias|norm)|A_log|D")
 """Last word of the path of a vector that may have two axes. A_log, dt_bias and D are those of the
 state of Mamba 2 and of delta nets, which their papers do not decay."""
-_STACKS = ("layers", "exp", "heads")
-"""Axes that count matrices, unless a product sums over them. Results of attention have `heads`:
-where a product does not sum over them, each group of heads has a matrix of its own."""
+_STACKS = ("layers", "exp")
+"""Axes that count vectors."""
 _TABLE_ROWS = ("embed_vocab", "engram_row")
 """Last axis of a table whose rows are looked up by ids."""
 
@@ -166,7 +167,7 @@ class Muon(NamedTuple):
 
 def _muon(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
     """Muon (https://kellerjordan.github.io/posts/muon): the momentum M of a matrix, made nearly
-    orthogonal, times a scale; Adam for all weights that `Graph.inputs` lacks (docs/optimizers.md).
+    orthogonal, times a scale; Adam for all other weights (docs/optimizers.md).
 
     M <- b M + (1 - b) G, for gradients G and b = momentum. With `nesterov`, b M + (1 - b) G takes
     the place of M. The scale is 0.2 sqrt(max(d_in, d_out)), which gives a change the root mean
@@ -179,7 +180,7 @@ def _muon(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransfor
     assert decay is not None and steps is not None and scale_name is not None
 
     def split(arrays):
-        matrices = {path: a for path, a in arrays.items() if path in axes.inputs}
+        matrices = {path: a for path, a in arrays.items() if path in axes.matrices}
         return matrices, {path: a for path, a in arrays.items() if path not in matrices}
 
     def mean(momentum, grad):
@@ -359,6 +360,35 @@ RULES: dict[str, Callable[[OptimizerOptions, WeightAxes], optax.GradientTransfor
     "adafactor": _adafactor,
 }
 """Name of an optimizer -> its change of the weights, before weight decay and the learning rate."""
+
+
+def operations(
+    options: OptimizerOptions, axes: WeightAxes, sizes: Mapping[str, tuple[int, ...]]
+) -> float:
+    """Returns the operations of the products of a step for weights of these sizes, on all devices."""
+    count = _OPERATIONS.get(options.name)
+    return 0.0 if count is None else sum(count(options, axes, sizes))
+
+
+def _newton_schulz_operations(
+    options: OptimizerOptions, axes: WeightAxes, sizes: Mapping[str, tuple[int, ...]]
+) -> Iterator[float]:
+    """Yields the operations of the iterations for each array: 4 m^2 n + 2 m^3 an iteration for a
+    matrix with sides m <= n."""
+    assert options.ns_steps is not None
+    for path, size in sizes.items():
+        if path not in axes.matrices:
+            continue
+        rows = math.prod(size[dim] for dim in axes.rows(path))
+        columns = math.prod(size[dim] for dim in axes.columns(path))
+        m = min(rows, columns)
+        n = max(rows, columns)
+        matrices = math.prod(size) // (rows * columns)
+        yield options.ns_steps * matrices * (4.0 * m * m * n + 2.0 * m**3)
+
+
+_OPERATIONS = {"muon": _newton_schulz_operations}
+"""Name of an optimizer whose rule has products -> their operations for each array."""
 
 
 def update_count(state: Any) -> jax.Array:

@@ -39,6 +39,7 @@ from policy.mesh import processes
 from policy.mesh.sharding import block_on_cpu_mesh, constrain
 from policy.model import Graph
 from policy.ops.host_memory import fetch, in_host_memory
+from policy.ops.parameter import MatrixDims
 from policy.ops.quantization import TYPES, quantize
 from policy.programs.compiled_cache import CompiledCache
 from rl.accounting.flops import Operations
@@ -368,9 +369,14 @@ class FeatureProjections:
         self.paths = [f"teacher.projection.{n}.{m}" for n, m in pairs]  # as checkpoints have them
         shape = (policy.config.hidden_size, width)
         axes = ("embed", None)
-        self.trunk, self.runtime = policy, replace(policy.runtime, param_dtype="float32")
-        self.untrained, self.hosted, self.tables = frozenset(), frozenset(), frozenset()
-        self.axes, self.sizes = dict.fromkeys(self.paths, axes), dict.fromkeys(self.paths, shape)
+        self.trunk = policy
+        self.runtime = replace(policy.runtime, param_dtype="float32")
+        self.untrained = frozenset()
+        self.hosted = frozenset()
+        self.tables = frozenset()
+        self.axes = dict.fromkeys(self.paths, axes)
+        self.sizes = dict.fromkeys(self.paths, shape)
+        self.matrices = dict.fromkeys(self.paths, MatrixDims(rows=(0,), columns=(1,)))
         self.shardings = dict.fromkeys(self.paths, policy.layout.sharding(axes, shape))
 
     def init(self, seed: int) -> dict[str, jax.Array]:

@@ -42,6 +42,7 @@ from rl.training.optimizer import (
     at_once,
     at_update,
     by_layer,
+    operations,
     optimizer,
     schedule,
     sharding_of_moment,
@@ -199,13 +200,8 @@ class OptimizerStep:
         self.rate = schedule(
             self._options, max(0, (stage.steps or 0) - first), stage.updates_per_step
         )
-        inputs = self._graph.inputs
-        axes = WeightAxes(
-            names=dict(model.axes),
-            inputs={path: inputs[path] for path in model.axes if path in inputs},
-            layout=self.layout,
-        )
-        transform = optimizer(self._options, self.rate, axes, model.runtime.param_dtype)
+        self._axes = WeightAxes(model.axes, model.matrices, self.layout)
+        transform = optimizer(self._options, self.rate, self._axes, model.runtime.param_dtype)
         self._transform = self._frozen.without_changes(transform)
 
     def with_rates(self, options: OptimizerOptions, stage: StageOptions) -> OptimizerStep:
@@ -216,6 +212,11 @@ class OptimizerStep:
         other._stage = stage
         other._set_rates()
         return other
+
+    @property
+    def operations(self) -> float:
+        """Operations of the products of the optimizer in an update, on all devices."""
+        return operations(self._options, self._axes, self.split(self.model.sizes)[0])
 
     def split(self, params: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
         """Returns (weights with a gradient, other weights). Biases of routers are trained, but

@@ -16,6 +16,7 @@ import jax
 from policy.cache.media import MediaTable
 from policy.config import Runtime
 from policy.media import is_tower
+from policy.ops.parameter import MatrixDims
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
@@ -74,6 +75,11 @@ class LearningModel(Protocol):
     @property
     def axes(self) -> Mapping[str, tuple[str | None, ...]]:
         """Logical axes of each weight, by path. None: the axis has no name."""
+        ...
+
+    @property
+    def matrices(self) -> Mapping[str, MatrixDims]:
+        """Dimensions of the weights that products read, by path."""
         ...
 
     @property

@@ -31,6 +31,7 @@ from policy.config import Runtime
 from policy.mesh.axes import STATIONARY_RULES
 from policy.mesh.sharding import layout
 from policy.modes import make_step
+from policy.ops.parameter import MatrixDims
 from rl.plan.hlo import HloProgram
 from rl.training.optimizer import WeightAxes, orthogonalized
 from rl.training.weights import WeightGroup
@@ -374,7 +375,11 @@ def orthogonal(degrees: dict, axes: list, inputs: list, shape: list) -> dict:
     """Which collectives the compiled Newton-Schulz iteration of an array of matrices has, and its
     largest difference from one device."""
     mesh = on_mesh(degrees, moments_over_data=True)
-    named = WeightAxes({"w": tuple(axes)}, {"w": tuple(inputs)}, mesh)
+    outputs = [
+        dim for dim, axis in enumerate(axes) if dim not in inputs and axis not in ("layers", "exp")
+    ]
+    dims = MatrixDims(tuple(inputs), tuple(outputs))
+    named = WeightAxes({"w": tuple(axes)}, {"w": dims}, mesh)
     place = NamedSharding(mesh.mesh, mesh.moment_spec(named.names["w"], tuple(shape)))
     alone = replace(named, layout=layout({}, devices=jax.devices()[:1]))
     momentum = np.random.default_rng(0).normal(size=shape).astype(np.float32)

@@ -11,8 +11,8 @@ import pytest
 
 import rl.stages
 from rl.config.stage import CurriculumOptions
-from rl.data.drawing.order import shuffled
 from rl.data.drawing.mixture import MixturePart
+from rl.data.drawing.order import shuffled
 from rl.data.encoded import Example
 from rl.data.shard import Shard
 from rl.errors import ConfigError, DataError

@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -17,15 +18,19 @@ from learners import host, same_bits
 from pydantic import ValidationError
 
 from policy import families
+from policy.config import MultiTokenPrediction
 from policy.huggingface.model_directory import places
+from policy.media import Encoder, Siglip
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph
+from policy.ops.parameter import MatrixDims
 from rl.config import foreign
 from rl.config.run import RunConfig
 from rl.config.stage import BY_MATRIX, BY_NUMBER, OPTIMIZERS, OptimizerOptions, StageOptions
 from rl.run.checkpoint import Checkpoints
 from rl.training import optimizer as optimizers
 from rl.training.optimizer import WeightAxes, at_once, at_update, optimizer, update_count
+from rl.training.teacher import FeatureProjections
 
 _DOCS = Path(__file__).parents[2] / "docs" / "optimizers.md"
 OPTIONS = {
@@ -48,25 +53,37 @@ VARIANTS = {
 }
 EVERY = pytest.mark.parametrize("name", OPTIONS)
 
-# Two layers of a decoder with three experts: shape, logical axes, dimensions of products.
+# Two layers of a decoder with three experts: shape, logical axes, dimensions of matrices.
 WEIGHTS = {
     "embed_tokens": ((10, 6), ("vocab", "embed_vocab"), None),
     "norm.weight": ((6,), ("norm",), None),
     "stacks.0.layers.0.expert_up_proj": (
         (2, 3, 6, 4),
         ("layers", "exp", "embed_moe", "mlp_moe"),
-        (2,),
+        MatrixDims((2,), (3,)),
     ),
     "stacks.0.layers.0.input_norm": ((2, 6), ("layers", "norm"), None),
-    "stacks.0.layers.0.o_a_proj": ((2, 2, 5, 3), ("layers", "heads", "embed", None), (2,)),
-    "stacks.0.layers.0.o_proj": ((2, 2, 3, 6), ("layers", "heads", "kv", "embed"), (1, 2)),
-    "stacks.0.layers.0.q_proj": ((2, 6, 2, 3), ("layers", "embed", "q_heads", "kv"), (1,)),
-    "stacks.0.layers.0.router": ((2, 6, 3), ("layers", "embed", None), None),
+    "stacks.0.layers.0.o_a_proj": (
+        (2, 2, 5, 3),
+        ("layers", "heads", "embed", None),
+        MatrixDims((2,), (3,)),
+    ),
+    "stacks.0.layers.0.o_proj": (
+        (2, 2, 3, 6),
+        ("layers", "heads", "kv", "embed"),
+        MatrixDims((1, 2), (3,)),
+    ),
+    "stacks.0.layers.0.q_proj": (
+        (2, 6, 2, 3),
+        ("layers", "embed", "q_heads", "kv"),
+        MatrixDims((1,), (2, 3)),
+    ),
+    "stacks.0.layers.0.router": ((2, 6, 3), ("layers", "embed", None), MatrixDims((1,), (2,))),
 }
 EXPERT = "stacks.0.layers.0.expert_up_proj"
 AXES = WeightAxes(
     names={path: names for path, (_, names, _) in WEIGHTS.items()},
-    inputs={path: inputs for path, (_, _, inputs) in WEIGHTS.items() if inputs},
+    matrices={path: matrix for path, (_, _, matrix) in WEIGHTS.items() if matrix},
     layout=layout({}, None, jax.devices()[:1]),
 )
 
@@ -211,7 +228,7 @@ def test_a_layer_and_an_expert_are_what_they_are_alone(name):
 
     alone = stepped(name, second(numbers(0)), second(numbers(2)))[0]
     for path, expected in second(together).items():
-        np.testing.assert_allclose(alone[path], expected, rtol=2e-6, atol=2e-6, err_msg=path)
+        np.testing.assert_allclose(alone[path], expected, rtol=2e-6, atol=6e-6, err_msg=path)
 
 
 @pytest.mark.parametrize("case", [*OPTIONS, "sgd without momentum"])
@@ -228,7 +245,7 @@ def test_a_trainer_plans_the_state_that_it_makes(case):
     made = state.policy.optimizer
     assert described(made) == described(trainer.abstract().policy.optimizer)
     sizes = {path: math.prod(size) for path, size in trainer.graph.sizes.items()}
-    matrices = sum(sizes[path] for path in trainer.graph.inputs)
+    matrices = sum(sizes[path] for path in trainer.graph.matrices)
     others = sum(sizes.values()) - matrices - sum(sizes[path] for path in trainer.graph.untrained)
     kept = sum(a.size for a in jax.tree.leaves(made) if a.ndim)
     expected = {
@@ -292,11 +309,12 @@ def test_muon_is_that_of_the_papers(case):
         (layer + "o_proj", (6, 6), (1,)),
         (EXPERT, (6, 4), (1, 2)),
         (layer + "o_a_proj", (5, 3), (0, 1)),
+        (layer + "router", (6, 3), (1,)),
     ):
         actual = np.asarray(weights[path])[index].reshape(shape)
         ours = expected(path, shape, index)
         np.testing.assert_allclose(actual, ours, rtol=1e-4, atol=1e-5, err_msg=path)
-    for path in ("embed_tokens", "norm.weight", layer + "input_norm", layer + "router"):
+    for path in ("embed_tokens", "norm.weight", layer + "input_norm"):
         np.testing.assert_allclose(weights[path], theirs[path], rtol=1e-6, err_msg=path)
 
 
@@ -306,7 +324,9 @@ def test_a_change_of_muon_is_as_large_as_one_of_adamw():
     rng = np.random.default_rng(0)
     sizes = {"wide": (16, 64), "tall": (64, 16), "square": (32, 32)}
     axes = WeightAxes(
-        dict.fromkeys(sizes, ("embed", "mlp")), dict.fromkeys(sizes, (0,)), AXES.layout
+        dict.fromkeys(sizes, ("embed", "mlp")),
+        dict.fromkeys(sizes, MatrixDims((0,), (1,))),
+        AXES.layout,
     )
     transform = transform_of(options_of("muon", learning_rate=1.0), axes)
     grads = {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
@@ -347,7 +367,7 @@ THEIRS = {
 
 @pytest.mark.parametrize("case", THEIRS)
 def test_a_plain_matrix_is_stepped_as_by_optax(case):
-    axes = WeightAxes({"w": ("embed", "mlp")}, {"w": (0,)}, AXES.layout)
+    axes = WeightAxes({"w": ("embed", "mlp")}, {"w": MatrixDims((0,), (1,))}, AXES.layout)
     options = options_of(case, weight_decay=0.1)
     rng = np.random.default_rng(0)
     first, *grads = ({"w": rng.normal(size=(7, 5)).astype(np.float32)} for _ in range(5))
@@ -371,7 +391,7 @@ def test_a_plain_matrix_is_stepped_as_by_optax(case):
 def test_matrices_of_a_decoder():
     """Every weight of a product, with the dimensions that its products sum over as rows."""
     graph: Graph = learners.experts().graph
-    axes = WeightAxes(graph.axes, graph.inputs, graph.layout)
+    axes = WeightAxes(graph.axes, graph.matrices, graph.layout)
 
     def names(path):
         return tuple(
@@ -385,6 +405,72 @@ def test_matrices_of_a_decoder():
     assert ends["feed_forward.expert_up_proj"] == (("embed_moe",), ("mlp_moe",))
     assert ends["embed_tokens"] == (("vocab",), ("embed_vocab",))
     assert ends["input_layernorm.weight"] == ((), ("norm",))
+
+
+ADAMW_OF_MUON = {
+    "DeepseekV3": "embed_tokens lm_head",
+    "DeepseekV4": "embed head",
+    "Qwen3Next": "embed_tokens lm_head linear_attn.conv1d",
+    "KimiLinear": "embed_tokens lm_head q_conv1d k_conv1d v_conv1d",
+    "NemotronH": "embeddings lm_head mixer.conv1d",
+    "Qwen4Exp": "embed_tokens lm_head linear_attn.conv1d ngram_embedding.shard_0 ple.conv1d",
+    "Gemma4Small": "embed_tokens embed_tokens_per_layer",
+    "Lfm2": "embed_tokens conv.conv",
+}
+"""Kind of model -> ends of the stored names of the weights that decay and are no matrix, by hand."""
+
+
+@pytest.mark.parametrize("kind", ADAMW_OF_MUON)
+def test_muon_takes_all_but_tables_convolutions_and_vectors(kind):
+    graph = Graph(families.read(oracles.short(kind)), learners.QUICK, AXES.layout)
+    axes = WeightAxes(graph.axes, graph.matrices, graph.layout)
+    ends = set()
+    for place in places(graph):
+        if place.path in graph.untrained or place.path in graph.matrices:
+            continue
+        name = place.name(place.stored, place.layers and place.layers[0], 0).removesuffix(".weight")
+        if axes.decays(place.path):
+            ends |= {end for end in ADAMW_OF_MUON[kind].split() if f".{name}".endswith(f".{end}")}
+            assert any(f".{name}".endswith(f".{end}") for end in ends), name
+    assert ends == set(ADAMW_OF_MUON[kind].split())
+    assert (
+        graph.inputs.items() <= {path: dims.rows for path, dims in graph.matrices.items()}.items()
+    )
+    for path, (rows, columns) in graph.matrices.items():
+        counted = {graph.axes[path][dim] for dim in range(len(graph.axes[path]))} - {
+            graph.axes[path][dim] for dim in rows + columns
+        }
+        assert counted <= {"layers", "exp", "heads"}, path
+
+
+def test_muon_takes_prediction_modules_towers_and_projections_of_features():
+    config = families.read(oracles.short("DeepseekV3"))
+    layer = config.stacks[-1].pattern[0]
+    modules = MultiTokenPrediction(depth=2, layer=layer)
+    graph = Graph(replace(config, multi_token_prediction=modules), learners.QUICK, AXES.layout)
+    joined = graph.matrices["mtp.eh_proj"]
+    assert joined == MatrixDims((1,), (2,)) and "mtp.eh_proj" not in graph.inputs
+    left = {path for path in graph.paths if path.startswith("mtp.") and path not in graph.matrices}
+    assert all("norm" in path or "correction_bias" in path for path in left)
+    blocks = Encoder(depth=2, width=8, heads=2, mlp_width=16, activation="gelu_tanh", eps=1e-6)
+    image = Siglip(blocks, patch=2, side=4, pool=2)
+    pictures = Graph(replace(config, image=image), learners.QUICK, AXES.layout)
+    tower = {path for path in pictures.paths if path.startswith("image.")}
+    assert {path for path in tower if path.endswith("_proj")} == tower & pictures.matrices.keys()
+    assert not tower & pictures.inputs.keys()
+    (q_proj,) = (path for path in tower if path.endswith("q_proj"))
+    assert pictures.matrices[q_proj] == MatrixDims((1,), (2, 3)), "heads are joined"
+    maps = FeatureProjections(graph, width=8, pairs=[(0, 1)])
+    assert maps.matrices.keys() == maps.axes.keys()
+
+
+def test_operations_of_newton_schulz():
+    options = options_of("muon")
+    sizes = {EXPERT: (2, 3, 6, 4), "norm.weight": (6,), "embed_tokens": (10, 6)}
+    # X X^T, (X X^T)^2 and its product with X, of 6 matrices whose sides are 4 and 6.
+    each = 2 * 4 * 4 * 6 + 2 * 4 * 4 * 4 + 2 * 4 * 4 * 6
+    assert optimizers.operations(options, AXES, sizes) == 5 * 6 * each
+    assert optimizers.operations(options_of("adamw"), AXES, sizes) == 0
 
 
 NO_DECAY = {
@@ -401,7 +487,7 @@ NO_DECAY = {
 @pytest.mark.parametrize("kind", NO_DECAY)
 def test_decay_leaves_norms_biases_and_decays_of_states(kind):
     graph = Graph(families.read(oracles.short(kind)), learners.QUICK, AXES.layout)
-    axes = WeightAxes(graph.axes, graph.inputs, graph.layout)
+    axes = WeightAxes(graph.axes, graph.matrices, graph.layout)
     left = set()
     for place in places(graph):
         name = place.name(place.stored, place.layers and place.layers[0], 0).removesuffix(".weight")
@@ -433,7 +519,9 @@ def test_muon_fills_up_the_product_of_layers_and_experts(experts, count):
     """4 layers of 256 experts on 64 devices are 1024 matrices, and no zeros."""
     mesh = AbstractMesh((1, 64), ("data", "fsdp"))
     layout = Layout(mesh, (("embed_moe", ("fsdp",)),))
-    axes = WeightAxes({"w": ("layers", "exp", "embed_moe", "mlp_moe")}, {"w": (2,)}, layout)
+    axes = WeightAxes(
+        {"w": ("layers", "exp", "embed_moe", "mlp_moe")}, {"w": MatrixDims((2,), (3,))}, layout
+    )
     weight = jax.ShapeDtypeStruct((4, experts, 64, 8), jnp.float32)
     program = str(jax.make_jaxpr(lambda w: optimizers.orthogonalized("w", w, axes, 1))(weight))
     assert max(int(n) for n in re.findall(r"f32\[(\d+),64,8\]", program)) == count

@@ -324,14 +324,14 @@ def test_an_estimate_counts_the_weights_that_learn_with_the_state_of_their_optim
     )  # HBM traffic takes longest
     device = jax.devices()[:1]
 
-    def update(*more):
+    def update(*more, chip=slow):
         made = config(tmp_path, "model=qwen3-0.6b", *more)
         (program,) = (
             each
             for each in programs(made, build.on_mesh(made, device), None)
             if each.kind == "update"
         )
-        return program, Estimator(device, slow, None)(made)["sft: update"]
+        return program, Estimator(device, chip, None)(made)["sft: update"]
 
     def stage(optimizer, freeze="null"):
         options = f"optimizer: {optimizer}, freeze: {freeze}"
@@ -349,6 +349,11 @@ def test_an_estimate_counts_the_weights_that_learn_with_the_state_of_their_optim
     assert 4 * parameters < update(stage("{name: adafactor}"))[0].stepped < 4.5 * parameters
     matrices = update(stage("{name: muon}"))[0].stepped
     assert 8 * parameters < matrices < 12 * parameters, "its other weights have AdamW's moments"
+    busy = Chip("busy", tflops=1e-3, memory=1.0, bandwidth=1e6, links=0.0)
+    program, other = update(stage("{name: muon}"), chip=busy)
+    work = program.optimizer_operations / (busy.tflops * 1e12)
+    of_adamw = update(stage("{name: adamw}"), chip=busy)[1]
+    assert work > 0 and other.seconds - of_adamw.seconds == pytest.approx(program.times * work)
     head, less = update(stage("{}", freeze="[model.layers]"))
     learning = parameters - sum(
         math.prod(shape.shape)

@@ -52,9 +52,16 @@ class EntryScorer(nnx.Module):
         init = normal(config.initializer_range)
         self.compressor = Compressor(D, attention.compression, attention.norm, config, rngs)
         self.q_b_proj = weight(
-            rngs, (attention.q_lora_rank, H, D), ("q_lora", "q_heads", "kv"), init
+            rngs,
+            (attention.q_lora_rank, H, D),
+            ("q_lora", "q_heads", "kv"),
+            init,
+            inputs=(0,),
+            quantizable=False,
         )
-        self.weights_proj = weight(rngs, (E, H), ("embed", "q_heads"), init)
+        self.weights_proj = weight(
+            rngs, (E, H), ("embed", "q_heads"), init, inputs=(0,), quantizable=False
+        )
 
     def __call__(
         self, x_BTE: jax.Array, q_latent_BTr: jax.Array, step: Step
@@ -107,7 +114,7 @@ class CompressedMultiQueryAttention(nnx.Module):
         self.kv_norm = RMSNorm(D, spec.norm, rngs)
         self.sinks = weight(rngs, (H,), ("q_heads",), init)
         self.o_a_proj = weight(
-            rngs, (G, H * D // G, Z), ("heads", "embed", None), init, inputs=(1,)
+            rngs, (G, H * D // G, Z), ("heads", "embed", None), init, inputs=(1,), counts=(0,)
         )
         self.o_b_proj = weight(rngs, (G, Z, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
         if spec.compression is not None:

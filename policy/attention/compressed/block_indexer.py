@@ -37,8 +37,12 @@ class BlockKeyIndexer(nnx.Module):
         H = spec.heads
         D = spec.head_dim
         init = normal(config.initializer_range)
-        self.q_proj = weight(rngs, (E, H, D), ("embed", "q_heads", "kv"), init)
-        self.k_proj = weight(rngs, (E, 1, D), ("embed", None, "kv"), init)
+        self.q_proj = weight(
+            rngs, (E, H, D), ("embed", "q_heads", "kv"), init, inputs=(0,), quantizable=False
+        )
+        self.k_proj = weight(
+            rngs, (E, 1, D), ("embed", None, "kv"), init, inputs=(0,), quantizable=False
+        )
         self.q_norm = RMSNorm(D, spec.norm, rngs)
         self.k_norm = RMSNorm(D, spec.norm, rngs)
 

@@ -58,8 +58,8 @@ class Compressor(nnx.Module):
         E = config.hidden_size
         W = dim * (1 + spec.overlap)
         init = normal(config.initializer_range)
-        self.kv_proj = weight(rngs, (E, W), ("embed", "kv"), init)
-        self.gate_proj = weight(rngs, (E, W), ("embed", "kv"), init)
+        self.kv_proj = weight(rngs, (E, W), ("embed", "kv"), init, inputs=(0,), quantizable=False)
+        self.gate_proj = weight(rngs, (E, W), ("embed", "kv"), init, inputs=(0,), quantizable=False)
         self.position_bias = weight(rngs, (spec.rate, W), (None, "kv"), zeros)
         self.kv_norm = RMSNorm(dim, norm, rngs)
 

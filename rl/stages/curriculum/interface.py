@@ -99,8 +99,11 @@ class Curriculum:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes the state of a checkpoint; {} at the start of the stage. It is called once, before
-        `next`. May raise DataError for a state that does not fit the rows: a run that goes on calls it before the model is built."""
+        """Takes the state of a checkpoint; {} at the start of the stage.
+
+        It is called once, before `next`; in a run that goes on before the model is built. May raise
+        DataError for a state that does not fit the rows.
+        """
 
     def histogram(self) -> Histogram | None:
         """Returns what the report shows; None: nothing."""
