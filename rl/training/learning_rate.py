@@ -41,10 +41,12 @@ def learning_rate(
     final = options.final_fraction
     first = warm // updates_per_step
     length = max(1, steps - 1 - first)
-    done = xp.minimum(update // updates_per_step - first, length)
+    done = update // updates_per_step - first
     if options.schedule == "linear":
+        done = xp.clip(done, 0, length)
         rate = _between(peak, peak * final, 1 - done / length)
     elif options.schedule == "cosine":
+        done = xp.minimum(done, length)  # as optax has it, which keeps the bits of its schedules
         rate = peak * _between(1, final, (1 + xp.cos(np.pi * done / length)) / 2)
     else:
         rate = peak

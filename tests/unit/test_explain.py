@@ -125,8 +125,8 @@ def test_a_small_dataset_of_several_is_repeated_too_often(tmp_path):
     data = "data: [{path: a, name: common, weight: 9}, {path: b, name: rare, weight: 1}]\n"
     config = data + "stages: [{algorithm: {name: sft}, steps: 30, prompts_per_step: 4}]\n"
     assert "data exhausted" not in named(run(tmp_path / "few", rows(0.1), "sft", config=config))
-    found = findings(run(tmp_path / "many", rows(0.3), "sft", config=config))
-    (exhausted,) = [each for each in found if each.name == "data exhausted"]
+    faults = findings(run(tmp_path / "many", rows(0.3), "sft", config=config))
+    (exhausted,) = [each for each in faults if each.name == "data exhausted"]
     assert exhausted.text.startswith("the stage has gone over its dataset rare 9 times")
     assert "lower the weight of rare" in exhausted.change and exhausted.step == 14
 
