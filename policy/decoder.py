@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,36 @@ from policy.ops.rope import materialized, rotation, sinusoids
 from policy.ops.stacked import keep_stacked
 from policy.remat import checkpointed, saved
 
+HiddenT = TypeVar("HiddenT", bound=batch_split.Hidden)
+
+
+class StackOutput(NamedTuple, Generic[HiddenT]):
+    """What a stack of layers computes, or a repeat of one: the residual stream after it, the parts
+    of its cache, and the LayerAux of each layer of the pattern, a stack's with arrays [R, ...]."""
+
+    hidden: HiddenT
+    cache: tuple | None
+    layers: tuple[LayerAux, ...]
+
+
+class UnnormedOutput(NamedTuple):
+    """What a decoder computes before its final norm: states [B, T, E], the streams of
+    hyper-connections reduced, its cache, and the LayerAux of each path (policy/intermediates.py).
+    """
+
+    hidden: jax.Array
+    cache: tuple | None
+    layers: dict[str, LayerAux]
+
+
+class DecoderOutput(NamedTuple):
+    """What a decoder computes: the states after the final norm [B, T, E], the cache with the
+    entries of these tokens, None without a cache, and its other outputs."""
+
+    hidden: jax.Array
+    cache: tuple | None
+    aux: Aux
+
 
 class LayerStack(nnx.Module):
     """`repeats` copies of a pattern of layers, their weights stacked along axis 0."""
@@ -55,17 +85,16 @@ class LayerStack(nnx.Module):
         )
 
     def __call__(
-        self, x_BTE: Any, step: Step, cache: tuple | None, runtime: Runtime
-    ) -> tuple[Any, tuple | None, Any]:
-        """Returns (x_BTE, cache parts or None, a LayerAux with arrays [R, ...] for each layer of
-        the pattern). `step.routes` has one entry for each layer of the pattern, which may be None.
-        """
+        self, x_BTE: jax.Array, step: Step, cache: tuple | None, runtime: Runtime
+    ) -> StackOutput[jax.Array]:
+        """Computes all repeats. `step.routes` has one entry for each layer of the pattern, which may
+        be None."""
         graph, weights = nnx.split(self.layers)
         routes = step.routes
         embeddings = self._own_embeddings(step)
         step = replace(step, routes=None, layer_embeddings=None)
         split = cache is None and batch_split.applies(self.layers, x_BTE.shape, runtime)
-        x_BTE = batch_split.split(x_BTE, runtime) if split else x_BTE
+        x = batch_split.split(x_BTE, runtime) if split else x_BTE
 
         def repeat(x, part, repeat_weights, embeddings, r, index):
             """Computes repeat number `r` of the pattern. `part` holds the cache arrays of one or
@@ -88,11 +117,10 @@ class LayerStack(nnx.Module):
                 if embeddings is not None:
                     layer_step = replace(layer_step, layer_embeddings=embeddings[i])
                 x = jax.tree.map(lambda a: checkpoint_name(a, "decoder_layer_input"), x)
-                x, view, aux = (
-                    batch_split.run(layer, x, layer_step, runtime)
-                    if split
-                    else layer(x, layer_step, view, runtime)
-                )
+                if split:
+                    x, aux = batch_split.run(layer, x, layer_step, runtime)
+                else:
+                    x, view, aux = layer(x, layer_step, view, runtime)
                 if step.media is not None and layer.spec.deepstack:
                     number = self.first + r * len(self.layers) + i
                     x = media_rows.add_deep(cast(jax.Array, x), step.media, number, runtime.layout)
@@ -102,7 +130,7 @@ class LayerStack(nnx.Module):
                     aux = replace(aux, selection=None)
                 outputs.append(aux)
                 arrays.append(None if view is None else view.arrays)
-            return x, None if part is None else tuple(arrays), tuple(outputs)
+            return StackOutput(x, None if part is None else tuple(arrays), tuple(outputs))
 
         if runtime.remat != "none" and cache is None:
             repeat = checkpointed(
@@ -112,8 +140,8 @@ class LayerStack(nnx.Module):
             not runtime.scan if cache is None else len(cache) == self.repeats
         )  # a scanned cache has one part
         if unrolled:
-            x_BTE, cache, outputs = self._unrolled(x_BTE, cache, (weights, embeddings), repeat)
-            return batch_split.merge(x_BTE) if split else x_BTE, cache, outputs
+            output = self._unrolled(x, cache, (weights, embeddings), repeat)
+            return StackOutput(batch_split.merge(output.hidden), output.cache, output.layers)
 
         decodes = (
             step.positions.shape[1] == 1
@@ -122,19 +150,21 @@ class LayerStack(nnx.Module):
         )
 
         def body(carry, xs):
-            (x, part), (repeat_weights, embeddings, r) = carry, xs
+            x, part = carry
+            repeat_weights, embeddings, r = xs
             if cache is not None:
                 repeat_weights = _as_stored(repeat_weights, runtime)
                 if decodes:
                     repeat_weights = keep_stacked(repeat_weights, weights, r, _is_expert)
-            x, part, outputs = repeat(x, part, repeat_weights, embeddings, r, r)
-            return (x, part), outputs
+            output = repeat(x, part, repeat_weights, embeddings, r, r)
+            return (output.hidden, output.cache), output.layers
 
-        carry = (x_BTE, None if cache is None else cache[0])
-        (x, part), outputs = jax.lax.scan(
+        carry = (x, None if cache is None else cache[0])
+        (x, part), layers = jax.lax.scan(
             body, carry, (weights, embeddings, jnp.arange(self.repeats))
         )
-        return batch_split.merge(x) if split else x, None if cache is None else (part,), outputs
+        parts = None if cache is None else (part,)
+        return StackOutput(batch_split.merge(x), parts, layers)
 
     def _own_embeddings(self, step: Step) -> tuple[jax.Array, ...] | None:
         """Returns the embeddings for each layer of the pattern, [R, B, T, n]."""
@@ -144,7 +174,9 @@ class LayerStack(nnx.Module):
         end = self.first + self.repeats * period
         return tuple(step.layer_embeddings[self.first + i : end : period] for i in range(period))
 
-    def _unrolled(self, x_BTE, cache, inputs, repeat):
+    def _unrolled(
+        self, x: batch_split.Hidden, cache: tuple | None, inputs, repeat
+    ) -> StackOutput[batch_split.Hidden]:
         """Computes the repeats one after the other, each with a cache part of its own. With a cache
         they are traced once; in training each is traced, since remat policies do not see names
         inside a nested program."""
@@ -153,11 +185,12 @@ class LayerStack(nnx.Module):
         repeat = repeat if cache is None else jax.jit(repeat, static_argnames="index")
         for r in range(self.repeats):
             own = jax.tree.map(lambda a, r=r: a[r], inputs)
-            x_BTE, part, aux = repeat(x_BTE, None if cache is None else cache[r], *own, r, index=0)
+            part = None if cache is None else cache[r]
+            x, part, layers = repeat(x, part, *own, r, index=0)
             parts.append(part)
-            outputs.append(aux)
+            outputs.append(layers)
         stacked_outputs = jax.tree.map(lambda *a: jnp.stack(a), *outputs)
-        return x_BTE, None if cache is None else tuple(parts), stacked_outputs
+        return StackOutput(x, None if cache is None else tuple(parts), stacked_outputs)
 
 
 def _decode_rotations(step: Step, runtime: Runtime) -> Step:
@@ -319,9 +352,11 @@ class Decoder(nnx.Module):
         if config.audio is not None:
             self.audio = towers.create(config.audio, config.hidden_size, rngs)
 
-    def __call__(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
-        """Returns (hidden [B, T, E], cache, Aux). `cache` comes from policy.cache.cache.create;
-        None: tokens see the tokens of this call only."""
+    def __call__(
+        self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime
+    ) -> DecoderOutput:
+        """Runs the decoder. `cache` comes from policy.cache.cache.create; None: tokens see the
+        tokens of this call only."""
         explicit = cache is None and runtime.layout is not None and runtime.layout.explicit
         forward = self._explicit if explicit else self._forward
         if (order := Order.of(step, cast(Any, cache), runtime)) is None:
@@ -330,21 +365,24 @@ class Decoder(nnx.Module):
             "only training splits sequences over devices, so Order.of returns None with a cache"
         )
         tokens_BT, step = order.enter(tokens_BT, step)
-        hidden, _, aux = forward(tokens_BT, step, cache, runtime)
-        return order.leave(hidden), None, order.leave_aux(aux)
+        output = forward(tokens_BT, step, cache, runtime)
+        return DecoderOutput(order.leave(output.hidden), None, order.leave_aux(output.aux))
 
-    def _explicit(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
+    def _explicit(
+        self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime
+    ) -> DecoderOutput:
         """Runs `_forward` in explicit mode. Weights are sharded by their logical axes and arrays of
         tokens by rows and length; all other shardings follow from these."""
         assert cache is None and runtime.layout is not None
-        layout, (arrays, decoder) = runtime.layout, split_module(self)
+        layout = runtime.layout
+        arrays, decoder = split_module(self)
         variables = jax.tree.leaves(
             nnx.state(self), is_leaf=lambda node: isinstance(node, nnx.Variable)
         )
 
         def run(arrays, tokens_BT, step):
-            hidden, _, aux = cast(Decoder, decoder(arrays))._forward(tokens_BT, step, None, runtime)
-            return hidden, aux
+            output = cast(Decoder, decoder(arrays))._forward(tokens_BT, step, None, runtime)
+            return output.hidden, output.aux
 
         def spec_of(a):
             per_token = jnp.shape(a)[:2] == tokens_BT.shape
@@ -362,24 +400,24 @@ class Decoder(nnx.Module):
         hidden, aux = cast(
             Any, with_explicit_axes(run, layout.mesh, specs)(arrays, tokens_BT, step)
         )
-        return hidden, None, aux
+        return DecoderOutput(hidden, None, aux)
 
-    def _forward(self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime):
-        x, cache, layers = self.before_norm(tokens_BT, step, cache, runtime)
-        normed = self.norm(x)
+    def _forward(
+        self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime
+    ) -> DecoderOutput:
+        hidden, cache, layers = self.before_norm(tokens_BT, step, cache, runtime)
+        normed = self.norm(hidden)
         spec = self.config.multi_token_prediction
         mtp_input = None
         if spec is not None:
-            mtp_input = normed if spec.input == "post_norm" else x
-        aux = Aux(layers, mtp_input)
-        return normed, cache, aux
+            mtp_input = normed if spec.input == "post_norm" else hidden
+        return DecoderOutput(normed, cache, Aux(layers, mtp_input))
 
     def before_norm(
         self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime
-    ) -> tuple[jax.Array, tuple | None, dict[str, LayerAux]]:
-        """Runs everything up to the final norm. Returns (hidden [B, T, E] before that norm, with
-        the streams of hyper-connections reduced, cache, the LayerAux of each path). Without a
-        cache, call `__call__` instead if the mesh shards the length or is in explicit mode."""
+    ) -> UnnormedOutput:
+        """Runs everything up to the final norm. Without a cache, call `__call__` instead if the mesh
+        shards the length or is in explicit mode."""
         step = self.complete_step(tokens_BT, step, runtime)
         layout = runtime.layout
         if (
@@ -414,7 +452,7 @@ class Decoder(nnx.Module):
             caches.append(part)
             layers |= dict(zip(paths, outputs, strict=True))
         x = x if self.streams is None else self.streams.reduce(x)
-        return x, None if cache is None else tuple(caches), layers
+        return UnnormedOutput(x, None if cache is None else tuple(caches), layers)
 
     def complete_step(self, tokens_BT: jax.Array, step: Step, runtime: Runtime) -> Step:
         """Returns `step` (of policy/modes.py) with these tokens and the tables of all rotary

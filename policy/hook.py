@@ -16,7 +16,7 @@ import dataclasses
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from policy.cache.pages import Pages
 from policy.cache.step import Step
 from policy.config import DecoderConfig, StoredType
 from policy.execution.decoding import prepare_for_decoding
-from policy.intermediates import LayerAux
+from policy.intermediates import Activations, LayerAux
 from policy.model import Graph, Model
 from policy.runtime import Recorded
 
@@ -86,7 +86,8 @@ class Rows:
         per_row = {"tokens": self.tokens, "positions": self.positions, "request": self.request}
         per_row |= {} if self.media is None else {"media.index": self.media.index}
         shapes = {name: jnp.shape(array) for name, array in per_row.items()}
-        (N, *_), pages = shapes["tokens"] or (0,), jnp.shape(self.pages)
+        N = (shapes["tokens"] or (0,))[0]
+        pages = jnp.shape(self.pages)
         turns = (N, 3) if self.turns is None else jnp.shape(self.turns)
         if len(pages) != 2 or turns != (N, 3) or any(shape != (N,) for shape in shapes.values()):
             raise ValueError(
@@ -109,6 +110,22 @@ class Rows:
             turns=None if self.turns is None else jnp.asarray(self.turns)[:, None],
         )
         return dataclasses.replace(step, media=media)
+
+
+class RowsOutput(NamedTuple):
+    """What `forward` returns for N tokens.
+
+    hidden: [N, E], the states before the final norm, the streams of hyper-connections reduced;
+        `logits` maps them to the logits of the next token.
+    caches: the caches with the entries of these tokens.
+    recorded: recorded[name][n] is the output of layer n, with N in front ("routes": int32[N, k],
+        for layers with experts), except "activations", statistics of all rows together; layers
+        without that output are left out.
+    """
+
+    hidden: jax.Array
+    caches: list[LayerEntries]
+    recorded: dict[str, dict[int, jax.Array | Activations]]
 
 
 def create_caches(
@@ -137,19 +154,13 @@ def create_caches(
 
 def forward(
     model: Model, rows: Rows, caches: Sequence[LayerEntries], record: tuple[str, ...] = ("routes",)
-) -> tuple[jax.Array, list[LayerEntries], dict[str, dict[int, Any]]]:
-    """Feeds N tokens. Returns (hidden [N, E] before the final norm, caches, recorded).
-
-    The streams of hyper-connections are reduced in `hidden`. `logits` maps it to the logits of the
-    next token.
+) -> RowsOutput:
+    """Feeds N tokens.
 
     caches: one dict of pools per layer, from `create_caches`. Call the function under `jax.jit`
     with `caches` donated:
         the entries are then written in place.
     record: names of `Runtime.record`; those that the model's own runtime records are added.
-    recorded[name][n] is the
-        output of layer n, with N in front ("routes": int32[N, k], for layers with experts), except
-        "activations", statistics of all rows together; layers without that output are left out.
 
     Raises Conflict if the hook does not serve the model, and ValueError for arrays or names that do
     not fit.
@@ -163,7 +174,8 @@ def forward(
         tokens = jnp.asarray(rows.tokens)[:, None]
         hidden, cache, layers = decoder.before_norm(tokens, step, cache, graph.runtime)
     recorded = {name: _by_number(graph.config, layers, name) for name in record}
-    return hidden[:, 0], by_layer(cache_of_stacks.constrained(cache, graph.layout)), recorded
+    entries = by_layer(cache_of_stacks.constrained(cache, graph.layout))
+    return RowsOutput(hidden[:, 0], entries, recorded)
 
 
 def logits(model: Model, hidden: jax.Array) -> jax.Array:
@@ -227,7 +239,9 @@ def _graph(model: Model, record: tuple[str, ...] = (), *, media: bool = False) -
     return graph.with_runtime(record=record)
 
 
-def _by_number(config: DecoderConfig, layers: dict[str, LayerAux], name: str) -> dict[int, Any]:
+def _by_number(
+    config: DecoderConfig, layers: dict[str, LayerAux], name: str
+) -> dict[int, jax.Array | Activations]:
     """Returns the field `name` by number of the layer, without the dimension of T = 1. Raises
     ValueError if there is no such field."""
     if name not in (names := typing.get_args(Recorded)):

@@ -56,7 +56,9 @@ class Graph:
         context_parallel.check(config, runtime, layout)
         batch_split.check(config, runtime)
         layout = layout.for_experts(runtime.expert_parallel)
-        self.config, self.runtime, self.layout = config, replace(runtime, layout=layout), layout
+        self.config = config
+        self.runtime = replace(runtime, layout=layout)
+        self.layout = layout
         if runtime.host_parameters or (
             runtime.remat != "none" and saved(runtime.remat, runtime.remat_tensors).host
         ):
@@ -119,7 +121,8 @@ class Graph:
         if layout == self.layout:
             return self
         other = copy.copy(self)
-        other.layout, other.runtime = layout, replace(self.runtime, layout=layout)
+        other.layout = layout
+        other.runtime = replace(self.runtime, layout=layout)
         return other
 
     def sharding(self, path: str) -> jax.sharding.NamedSharding:
@@ -191,8 +194,8 @@ class Graph:
         step: Step,
         temperature: ArrayLike,
         kept_BTK: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array, Aux]:
-        """Runs modes.logprobs with these weights: (logp, entropy, Aux)."""
+    ) -> modes.TokenLogprobs:
+        """Runs modes.logprobs with these weights."""
         with self.precision():
             return modes.logprobs(
                 self.decoder(params), tokens_BT, step, temperature, self.runtime, kept_BTK
@@ -213,7 +216,7 @@ class Graph:
     def aux(self, params: dict[str, jax.Array], tokens_BT: jax.Array, step: Step) -> Aux:
         """Runs the layers without a head and returns their outputs besides hidden states."""
         with self.precision():
-            return self.decoder(params)(tokens_BT, step, None, self.runtime)[2]
+            return self.decoder(params)(tokens_BT, step, None, self.runtime).aux
 
     @property
     def trunk(self) -> Graph:
@@ -425,7 +428,7 @@ class Model:
         def run(params, tokens, step):
             with self.graph.precision():
                 decoder = self.graph.decoder(params)
-                hidden, _, _ = decoder(tokens, step, None, self.graph.runtime)
+                hidden = decoder(tokens, step, None, self.graph.runtime).hidden
                 return head.logits(hidden, decoder.head_weight, self.config.logit_scaling)
 
         return jax.jit(run)
@@ -436,7 +439,7 @@ class Model:
 
         def run(params, tokens, step):
             with graph.precision():
-                _, _, aux = graph.decoder(params)(tokens, step, None, graph.runtime)
+                aux = graph.decoder(params)(tokens, step, None, graph.runtime).aux
             return jnp.stack([*features.by_number(aux, self.config, "hidden").values()])
 
         return jax.jit(run)

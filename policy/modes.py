@@ -8,7 +8,7 @@ of a row.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,25 @@ def make_step(
 VALUE_HEAD = "value_head"
 
 
+class TokenLogprobs(NamedTuple):
+    """The log-probability of each token and the entropy of the distribution that it is drawn from,
+    float32[B, T], and the other outputs of the decoder."""
+
+    logp: jax.Array
+    entropy: jax.Array
+    aux: Aux
+
+
+class Verified(NamedTuple):
+    """What the decoder says of tokens that were fed tentatively: the logits of the token after each,
+    float32[B, T, V]. `policy.cache.cache.commit` turns `cache` and `aux` into the cache that holds
+    the first tokens only."""
+
+    logits: jax.Array
+    cache: tuple
+    aux: Aux
+
+
 def logprobs(
     decoder: Decoder,
     tokens_BT: jax.Array,
@@ -74,8 +93,8 @@ def logprobs(
     temperature: ArrayLike,
     runtime: Runtime,
     kept_BTK: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, Aux]:
-    """Returns (logp float32[B, T], entropy float32[B, T], Aux).
+) -> TokenLogprobs:
+    """Returns the log-probabilities of tokens and the entropies of their distributions.
 
     logp[t] is the log-probability of token t given the tokens before it, at logits / temperature;
     entropy[t] is the entropy of that distribution. Both are 0 at the first token of a sequence and
@@ -90,7 +109,9 @@ def logprobs(
     logp, entropy = logprobs_of_states(decoder, states, tokens_BT, temperature, runtime, kept_BTK)
     predicted = scored(step.segments, step.tree)
     aux = replace(aux, mtp_input=None, states=hidden)
-    return jnp.where(predicted, logp, 0.0), jnp.where(predicted, entropy, 0.0), aux
+    logp = jnp.where(predicted, logp, 0.0)
+    entropy = jnp.where(predicted, entropy, 0.0)
+    return TokenLogprobs(logp, entropy, aux)
 
 
 def logprobs_of_states(
@@ -150,7 +171,7 @@ def prefill(
 ) -> tuple:
     """Returns the cache with these tokens of row b added to slot b. It computes no logits: decoding
     starts from the last token of the prompt."""
-    return cast(tuple, decoder(tokens_BT, step, cache, runtime)[1])
+    return cast(tuple, decoder(tokens_BT, step, cache, runtime).cache)
 
 
 def next_token_step(
@@ -192,12 +213,10 @@ def next_token_states(
 
 def verify(
     decoder: Decoder, tokens_BT: jax.Array, step: Step, cache: tuple, runtime: Runtime
-) -> tuple[jax.Array, tuple, Aux]:
-    """Feeds several tokens to every row, tentatively. Returns (logits float32[B, T, V] of the token
-    after each, cache, Aux). `policy.cache.cache.commit` turns cache and Aux into the cache that
-    holds the first tokens only."""
+) -> Verified:
+    """Feeds several tokens to every row, tentatively."""
     hidden, updated, aux = decoder(tokens_BT, step, cache, replace(runtime, tentative=True))
-    return logits(decoder, hidden, runtime), cast(tuple, updated), aux
+    return Verified(logits(decoder, hidden, runtime), cast(tuple, updated), aux)
 
 
 def logits(decoder: Decoder, hidden: jax.Array, runtime: Runtime) -> jax.Array:

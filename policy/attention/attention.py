@@ -19,7 +19,7 @@ from policy.attention.compressed.block_indexer import BlockKeyIndexer, BlockMask
 from policy.attention.context_parallel import applies, attend_cut
 from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
 from policy.attention.indexer import with_auto_axes
-from policy.cache.layer_cache import LayerCache, Visible, extend, row_layout, visible
+from policy.cache.layer_cache import LayerCache, LayerOutput, Visible, extend, row_layout, visible
 from policy.cache.step import Step
 from policy.config import Attention, DecoderConfig, QueryTemperature, Runtime
 from policy.intermediates import LayerAux
@@ -75,12 +75,13 @@ class GroupedQueryAttention(nnx.Module):
         if spec.indexer is not None:
             self.indexer = BlockKeyIndexer(spec.indexer, config, rngs)
 
-    def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
+    def __call__(
+        self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
+    ) -> LayerOutput:
         """Returns what attention adds to x_BTE [B, T, E], the cache with the entries of these
         tokens, and the values that the layer reports."""
         if self.spec.indexer is not None and in_explicit_mode():
-            out, aux = with_auto_axes(self, x_BTE, step, runtime)
-            return out, None, aux
+            return with_auto_axes(self, x_BTE, step, runtime)
         spec = self.spec
         shares = self.spec.shares
         own = shares is None
@@ -120,7 +121,7 @@ class GroupedQueryAttention(nnx.Module):
         if spec.out_bias:
             out = out + self.o_bias[...].astype(x_BTE.dtype)
         aux = LayerAux() if spec.keeps is None else LayerAux(kept={spec.keeps: (k, v)})
-        return checkpoint_name(out, "out_proj"), cache, aux
+        return LayerOutput(checkpoint_name(out, "out_proj"), cache, aux)
 
     def _over_all(
         self,
@@ -132,7 +133,8 @@ class GroupedQueryAttention(nnx.Module):
         runtime: Runtime,
     ) -> jax.Array:
         """Attends to all visible keys, [B, H, T, D]. `own`: the keys and values of this call."""
-        spec, (k, v) = self.spec, own
+        spec = self.spec
+        k, v = own
         sinks = self.sinks[...] if spec.sinks else None
         bounds = AttentionBounds(
             spec.window, spec.chunk, spec.softcap, spec.looks_ahead and step.until is not None

@@ -15,10 +15,9 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from policy.attention.dot_product_attention import Mask
-from policy.cache.layer_cache import Visible
+from policy.cache.layer_cache import LayerOutput, Visible
 from policy.cache.step import Step
 from policy.config import DecoderConfig, EntryIndexer, Indexer, Runtime
-from policy.intermediates import LayerAux
 from policy.mesh.explicit import auto_axes, spec_of
 from policy.mesh.sharding import Layout, constrain
 from policy.ops.norms import MeanNorm
@@ -234,13 +233,15 @@ class SelectedMask(Mask):
 
 def with_auto_axes(
     layer: nnx.Module, x_BTE: jax.Array, step: Step, runtime: Runtime
-) -> tuple[jax.Array, LayerAux]:
+) -> LayerOutput:
     """Runs an attention layer without a cache in explicit mode and leaves shardings to the
-    partitioner: a choice of keys has none of its own. Returns (x_BTE, LayerAux)."""
+    partitioner: a choice of keys has none of its own."""
     weights, module = split_module(layer)
 
     def run(weights, x_BTE, step):
-        out, _, aux = module(weights)(x_BTE, step, None, runtime)
-        return out, aux
+        output = module(weights)(x_BTE, step, None, runtime)
+        return output.hidden, output.aux
 
-    return cast(tuple, auto_axes(run, (spec_of(x_BTE), PartitionSpec()), weights, x_BTE, step))
+    places = (spec_of(x_BTE), PartitionSpec())
+    hidden, aux = cast(tuple, auto_axes(run, places, weights, x_BTE, step))
+    return LayerOutput(hidden, None, aux)

@@ -22,7 +22,7 @@ from policy.attention.indexer import IndexedMask, KeyIndexer, SelectedMask, with
 from policy.attention.paged_attention import decode_latent
 from policy.attention.sequence_shards import replicate_length
 from policy.attention.sparse_attention import attend_selected
-from policy.cache.layer_cache import LayerCache, Visible, extend, row_layout
+from policy.cache.layer_cache import LayerCache, LayerOutput, Visible, extend, row_layout
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Indexer, LatentAttention, Rope, Runtime, SharedIndexer
 from policy.intermediates import LayerAux
@@ -100,12 +100,13 @@ class MultiHeadLatentAttention(nnx.Module):
             assert r is not None, "an indexer reads the query latent"
             self.indexer = KeyIndexer(spec.indexer, r, config, rngs)
 
-    def __call__(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
+    def __call__(
+        self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
+    ) -> LayerOutput:
         """Returns what attention adds to x_BTE [B, T, E], the cache with the entries of these
         tokens, and the values that the layer reports."""
         if self.spec.indexer and in_explicit_mode():
-            out, aux = with_auto_axes(self, x_BTE, step, runtime)
-            return out, None, aux
+            return with_auto_axes(self, x_BTE, step, runtime)
         spec = self.spec
         q_latent = self._query_latent(x_BTE, step, runtime)
         queries = decoded(self._queries(x_BTE, q_latent, runtime), step, runtime.layout, "q_heads")
@@ -159,7 +160,7 @@ class MultiHeadLatentAttention(nnx.Module):
             out = jnp.einsum("bhtc,chd->bhtd", from_cache(out, runtime.layout), w_v)
         out = from_cache(out, runtime.layout)
         out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
-        return checkpoint_name(out, "out_proj"), cache, aux
+        return LayerOutput(checkpoint_name(out, "out_proj"), cache, aux)
 
     def _rotated(self, x_BHTY: jax.Array, step: Step) -> jax.Array:
         rope = self.spec.rope
@@ -187,11 +188,9 @@ class MultiHeadLatentAttention(nnx.Module):
         """
         expand = Expansion(self.spec.nope_dim, runtime)
         weights = (self.kv_b_proj[...],)
-        cut, indexed, (queries, keys) = (
-            applies(cache, step, runtime),
-            self.spec.indexer is not None,
-            index,
-        )
+        cut = applies(cache, step, runtime)
+        indexed = self.spec.indexer is not None
+        queries, keys = index
         parts = (kept[0][:, None], kept[1])
         new = {} if keys is None else {"index": keys}
         if cut and not indexed:

@@ -31,7 +31,7 @@ from policy.cache.layer_cache import LayerCache
 from policy.cache.step import Step
 from policy.config import Attention, LatentAttention, Runtime
 from policy.mesh.sharding import Layout
-from policy.ops.page_blocks import PageBlocks, scratch_shapes
+from policy.ops.page_blocks import OnlineSoftmax, PageBlocks, scratch_shapes
 
 # Tokens that a kernel works on at a time: 512 keys and values of 128 numbers in bfloat16 are 256
 # KiB of VMEM, twice for the next.
@@ -270,7 +270,9 @@ def latent_kernel(
 def _latent_kernel(lengths, table, q, pool, out, *scratch):
     """Computes the attention of row `program_id(0)`, page block by page block, for all its
     heads."""
-    b, P, (H, rank) = pl.program_id(0), pool.shape[2], out.shape
+    b = pl.program_id(0)
+    P = pool.shape[2]
+    H, rank = out.shape
     blocks = PageBlocks(table, (pool,), scratch, lambda row, page: page * P < lengths[row])
 
     def work(start, carry, keys):
@@ -286,16 +288,16 @@ def _latent_kernel(lengths, table, q, pool, out, *scratch):
         seen = jnp.dot(
             weights.astype(keys.dtype), keys[:, :rank], preferred_element_type=jnp.float32
         )
-        return (
+        return OnlineSoftmax(
             higher,
             shrink * total + jnp.sum(weights, axis=1, keepdims=True),
             shrink * sum_HV + seen,
         )
 
-    nothing = (
+    nothing = OnlineSoftmax(
         jnp.full((H, 1), MASKED, jnp.float32),
         jnp.zeros((H, 1), jnp.float32),
         jnp.zeros((H, rank), jnp.float32),
     )
-    _, total, sum_HV = blocks.fold(lengths[b], work, nothing)
-    out[...] = (sum_HV / total).astype(out.dtype)
+    softmax = blocks.fold(lengths[b], work, nothing)
+    out[...] = (softmax.values / softmax.total).astype(out.dtype)

@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from policy.attention.attention_plan import AttentionPlan, TokenPositions
 from policy.attention.dot_product_attention import MASKED, in_chunks, of_chunks
 from policy.attention.sequence_shards import AXIS
+from policy.ops.page_blocks import OnlineSoftmax
 
 
 def _runs(plan: AttentionPlan) -> int:
@@ -120,7 +121,7 @@ def _attend_around(plan: AttentionPlan, q, where: TokenPositions, parts, weights
     else:
         top = jnp.broadcast_to(sinks[:, :, None], q.shape[:4])
         total = jnp.ones(q.shape[:4])
-    start = top, total, jnp.zeros((*q.shape[:4], values))
+    start = OnlineSoftmax(top, total, jnp.zeros((*q.shape[:4], values)))
     queries = list(zip(_split(plan, q, 3), _split(plan, where, 1), strict=True))
     device = jax.lax.axis_index(AXIS)
     size = q.shape[3] // _runs(plan)
@@ -151,9 +152,16 @@ def _attend_around(plan: AttentionPlan, q, where: TokenPositions, parts, weights
 
 
 def _added(
-    plan: AttentionPlan, q, here: TokenPositions, state, make, parts, weights, there: TokenPositions
-):
-    """Adds these keys to `state` (largest score, sum of exponentials, sum of values)."""
+    plan: AttentionPlan,
+    q: jax.Array,
+    here: TokenPositions,
+    state: OnlineSoftmax,
+    make,
+    parts,
+    weights,
+    there: TokenPositions,
+) -> OnlineSoftmax:
+    """Adds these keys to the softmax `state` of queries."""
     k, v = make(parts, weights)
     mask = plan.mask(here, there)
 
@@ -166,7 +174,7 @@ def _added(
         values = jnp.einsum(
             "bkgtc,bkcd->bkgtd", e.astype(v.dtype), v, preferred_element_type=jnp.float32
         )
-        return new, total * shrunk + e.sum(axis=-1), out * shrunk[..., None] + values
+        return OnlineSoftmax(new, total * shrunk + e.sum(axis=-1), out * shrunk[..., None] + values)
 
     return _by_chunks(plan, some, q, here.positions, here.segments, *state)
 

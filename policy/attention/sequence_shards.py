@@ -12,7 +12,7 @@ B rows, T tokens, p devices, E hidden.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +181,16 @@ class Order:
         )(x_BTE)
 
 
+class ShardSizes(NamedTuple):
+    """How tokens [B, T] are cut: into how many parts of rows, of how many rows each, and into how
+    many parts of tokens, of how many tokens each."""
+
+    row_parts: int
+    rows_each: int
+    token_parts: int
+    tokens_each: int
+
+
 @dataclass(frozen=True)
 class FlatRows:
     """The B T tokens of a call one after the other, in the order in which the devices have them.
@@ -214,14 +224,13 @@ class FlatRows:
         more = rows.shape[1:]
         if not self._is_cut:
             return rows.reshape(self.B, self.T, *more)
-        F, b, p, t = self._blocks
-        return jnp.swapaxes(rows.reshape(F, p, b, t, *more), 1, 2).reshape(self.B, self.T, *more)
+        row_parts, rows_each, token_parts, tokens_each = self._blocks
+        blocks = rows.reshape(row_parts, token_parts, rows_each, tokens_each, *more)
+        return jnp.swapaxes(blocks, 1, 2).reshape(self.B, self.T, *more)
 
     @property
-    def _blocks(self) -> tuple[int, int, int, int]:
-        """Returns (parts of the rows of the batch, rows per part, parts of the tokens, tokens per
-        part)."""
+    def _blocks(self) -> ShardSizes:
         assert self.base is not None
         b = self.base.sharding(("batch",), (self.B,)).shard_shape((self.B,))[0]
         p = self.base.mesh.shape[AXIS]
-        return self.B // b, b, p, self.T // p
+        return ShardSizes(self.B // b, b, p, self.T // p)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from policy.ops.page_blocks import PageBlocks, scratch_shapes
+from policy.ops.page_blocks import OnlineSoftmax, PageBlocks, scratch_shapes
 
 MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)
 # Name of the kernel in compiled programs.
@@ -99,17 +99,17 @@ def _kernel(bounds, table, q, *refs, softcap):
         shrink = jnp.exp(top - higher)
         weights = jnp.where(visible, jnp.exp(scores - higher), 0.0)
         seen = jnp.dot(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-        return (
+        return OnlineSoftmax(
             higher,
             shrink * total + jnp.sum(weights, axis=1, keepdims=True),
             shrink * sum_GD + seen,
         )
 
     G, D = q.shape
-    nothing = (
+    nothing = OnlineSoftmax(
         jnp.full((G, 1), MASKED, jnp.float32),
         jnp.zeros((G, 1), jnp.float32),
         jnp.zeros((G, D), jnp.float32),
     )
-    _, total, sum_GD = blocks.fold(end, work, nothing)
-    out[...] = (sum_GD / total).astype(out.dtype)
+    softmax = blocks.fold(end, work, nothing)
+    out[...] = (softmax.values / softmax.total).astype(out.dtype)

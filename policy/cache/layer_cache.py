@@ -29,6 +29,7 @@ from policy.cache.entries import ROUTES
 from policy.cache.pages import Pool
 from policy.cache.sliding_window import WindowEntries
 from policy.cache.step import Step
+from policy.intermediates import LayerAux
 from policy.mesh.sharding import Layout
 from policy.ops.quantization import quantize_tiles
 
@@ -80,6 +81,16 @@ class LayerCache:
                 "a cache holds no trees: sequences share beginnings in training and scoring only"
             )
         return cls(arrays, index, step.pages, layout, step.anywhere)
+
+
+class LayerOutput(NamedTuple):
+    """What a layer computes, or a part of one: `hidden` is the residual stream after the layer, or
+    what the part adds to it, [B, T, E] (with several streams [B, T, streams, E]); `cache` holds the
+    entries of these tokens, None without one; `aux` are the values that the layer reports."""
+
+    hidden: jax.Array
+    cache: LayerCache | None
+    aux: LayerAux
 
 
 def own_tokens(step: Step, arrays: dict[str, jax.Array]) -> Visible:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -266,11 +266,11 @@ def read_weights(
     at a time, and the weights that live in host memory. Raises ModelFileError for tensors that are
     missing, unexpected or of the wrong shape.
     """
-    files, fresh, absent = _checked_files(directory, graph, ignore, missing)
+    files, fresh, absent_layers = _checked_files(directory, graph, ignore, missing)
     start = graph.init(seed, fresh) if fresh else {}
     params = {}
     for place in places(graph):
-        gaps = absent if place.path in fresh else set()
+        gaps = absent_layers if place.path in fresh else set()
         params[place.path] = convert(
             place.path, _on_mesh(graph, place, files, start.get(place.path), gaps)
         )
@@ -304,12 +304,20 @@ def check_files(
     _checked_files(directory, graph, ignore, missing)
 
 
+class CheckedFiles(NamedTuple):
+    """Files that hold the weights of a graph, but for the paths that start `fresh`, at least in
+    part: in the layers with these numbers."""
+
+    files: TensorFiles
+    fresh: frozenset[str]
+    absent_layers: set[int]
+
+
 def _checked_files(
     directory: str | os.PathLike, graph: Graph, ignore: tuple[str, ...], missing: Missing
-) -> tuple[TensorFiles, frozenset[str], set[int]]:
-    """Returns (files with all tensors of `graph`, the paths that start fresh at least in part, the
-    numbers of the layers that do). Raises ModelFileError for tensors that are missing, unexpected
-    or of the wrong shape."""
+) -> CheckedFiles:
+    """Raises ModelFileError for tensors of `graph` that are missing, unexpected or of the wrong
+    shape."""
     scheme = sources.scheme(directory)
     extra_files = (
         [MTP_FILE]
@@ -333,7 +341,7 @@ def _checked_files(
             )
     files.unread.difference_update(ignore)
     _refuse_unread(files, graph.config, scheme)
-    return files, fresh, absent
+    return CheckedFiles(files, fresh, absent)
 
 
 def _absent_modules(config: DecoderConfig, files: TensorFiles, missing: Missing) -> set[int]:

@@ -9,10 +9,9 @@ import jax
 from flax import nnx
 
 from policy.attention.attention import GroupedQueryAttention
-from policy.cache.layer_cache import LayerCache
+from policy.cache.layer_cache import LayerCache, LayerOutput
 from policy.cache.step import Step
 from policy.config import AttentionAndMamba2, DecoderConfig, Runtime
-from policy.intermediates import LayerAux
 from policy.ops.linear import scaled
 from policy.recurrent.mamba2 import Mamba2Mixer
 
@@ -28,15 +27,15 @@ class AttentionAndMamba2Mixer(nnx.Module):
 
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
-    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
+    ) -> LayerOutput:
         """Returns the sum of both mixers [B, T, E], each scaled, the cache with the entries of
         these tokens, and the values that both report."""
         attention = self.spec.attention_scales
         mamba = self.spec.mamba_scales
-        attended, cache, aux = self.attention(scaled(x_BTE, attention.input), step, cache, runtime)
-        mixed, cache, states = self.mamba(scaled(x_BTE, mamba.input), step, cache, runtime)
-        return (
-            scaled(attended, attention.output) + scaled(mixed, mamba.output),
-            cache,
-            aux.merge(states),
+        attended = self.attention(scaled(x_BTE, attention.input), step, cache, runtime)
+        mixed = self.mamba(scaled(x_BTE, mamba.input), step, attended.cache, runtime)
+        return LayerOutput(
+            scaled(attended.hidden, attention.output) + scaled(mixed.hidden, mamba.output),
+            mixed.cache,
+            attended.aux.merge(mixed.aux),
         )

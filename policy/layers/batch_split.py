@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +39,13 @@ from policy.experts import expert_parallel, experts
 from policy.experts.expert_shards import ExpertShards
 from policy.experts.experts import Routed, Weights
 from policy.intermediates import LayerAux, Routing, observe
-from policy.layers.residual import Residual
+from policy.layers.layer import Layer
+from policy.layers.residual import Mix, Residual
 from policy.mesh.sharding import constrain
 
 PARTS = 2
+# Hidden states [B, T, E], or those of each micro-batch.
+Hidden = jax.Array | tuple[jax.Array, ...]
 
 
 def check(config: DecoderConfig, runtime: Runtime) -> None:
@@ -77,7 +80,7 @@ def compiler_options(runtime: Runtime) -> dict[str, str] | None:
     return {f"xla_tpu_{name}": value for name, value in options.items()}
 
 
-def applies(layers: Sequence[Any], shape_BTE: tuple[int, int, int], runtime: Runtime) -> bool:
+def applies(layers: Sequence[Layer], shape_BTE: tuple[int, ...], runtime: Runtime) -> bool:
     """Tells whether a stack runs in this schedule. Other stacks run without it, with the same
     result.
 
@@ -88,6 +91,7 @@ def applies(layers: Sequence[Any], shape_BTE: tuple[int, int, int], runtime: Run
         return False
     B, T, E = shape_BTE
     spec = layers[0].spec.feed_forward
+    assert isinstance(spec, Moe)  # as _fits says
     if B % PARTS:
         return False
     half, full = (ExpertShards(spec, runtime, (rows, T, E)) for rows in (B // PARTS, B))
@@ -105,7 +109,7 @@ def _fits(spec: LayerSpec) -> bool:
     )
 
 
-def _plain(layer) -> bool:
+def _plain(layer: Layer) -> bool:
     return type(layer.mixer_residual) is type(layer.feed_forward_residual) is Residual
 
 
@@ -116,8 +120,10 @@ def split(x_BTE: jax.Array, runtime: Runtime) -> tuple[jax.Array, ...]:
     )
 
 
-def merge(parts: tuple[jax.Array, ...]) -> jax.Array:
-    """Returns the batch [B, T, E] of the micro-batches of `split`."""
+def merge(parts: Hidden) -> jax.Array:
+    """Returns the batch [B, T, E] of the micro-batches of `split`; an array is a batch already."""
+    if isinstance(parts, jax.Array):
+        return parts
     stacked = jnp.stack(parts, axis=1)
     return stacked.reshape(-1, *stacked.shape[2:])
 
@@ -134,10 +140,11 @@ def _step(step: Step, i: int) -> Step:
 
 
 def run(
-    layer: Any, parts: tuple[jax.Array, jax.Array], step: Step, runtime: Runtime
-) -> tuple[tuple[jax.Array, jax.Array], None, LayerAux]:
-    """Runs one layer on both micro-batches: ((x, x), None, LayerAux summed over both)."""
-    (x0, x1), steps = parts, [_step(step, i) for i in range(PARTS)]
+    layer: Layer, parts: tuple[jax.Array, ...], step: Step, runtime: Runtime
+) -> tuple[tuple[jax.Array, ...], LayerAux]:
+    """Runs one layer on both micro-batches: ((x, x), LayerAux summed over both)."""
+    x0, x1 = parts
+    steps = [_step(step, i) for i in range(PARTS)]
     # The scopes tell the micro-batches apart in a profile.
     first = partial(jax.named_scope, "micro_0")
     second = partial(jax.named_scope, "micro_1")
@@ -145,14 +152,14 @@ def run(
     weights = stages.gather_weights(layer.feed_forward.weights(x0.dtype, runtime))
 
     with first():
-        half0, read0, shared0, mixed0 = _mix(layer, x0, steps[0], runtime)
-    x1, read0, shared0 = _behind_barrier(x1, read0, shared0)
+        half0 = _mix(layer, x0, steps[0], runtime)
+    x1, read0, shared0 = _behind_barrier(x1, half0.read, half0.shared)
     with first():
         chosen0, routing0 = _choose(layer, read0, steps[0], runtime)
         tokens0 = stages.collect(chosen0)
     with second():
-        half1, read1, shared1, mixed1 = _mix(layer, x1, steps[1], runtime)
-    tokens0, read1, shared1, weights = _behind_barrier(tokens0, read1, shared1, weights)
+        half1 = _mix(layer, x1, steps[1], runtime)
+    tokens0, read1, shared1, weights = _behind_barrier(tokens0, half1.read, half1.shared, weights)
     with second():
         chosen1, routing1 = _choose(layer, read1, steps[1], runtime)
         tokens1 = stages.collect(chosen1)
@@ -175,29 +182,41 @@ def run(
     aux = LayerAux(routing=jax.tree.map(jnp.add, routing0, routing1))
     if runtime.record:
         aux = aux.merge(observe(merge((x0, x1)), step.segments, runtime.record))
-    if mixed0 is not None:
-        aux = aux.merge(LayerAux(mixed=merge((mixed0, mixed1))))
-    return (x0, x1), None, aux
+    if half0.mixed is not None and half1.mixed is not None:
+        aux = aux.merge(LayerAux(mixed=merge((half0.mixed, half1.mixed))))
+    return (x0, x1), aux
 
 
-def _mix(layer, x: jax.Array, step: Step, runtime: Runtime):
-    """Returns ((x after the mixer, the other input of `leave`), the input of the experts, the sum
-    of the shared experts, the recorded output of the mixer or None)."""
-    x, normed, mix, _, aux = layer.mix(x, step, None, runtime)
-    read, mix = layer.enter(x, normed, mix)
-    return (x, mix), read, layer.feed_forward.shared_experts(read, step, runtime), aux.mixed
+class HalfMixed(NamedTuple):
+    """A micro-batch after the mixer of a layer: `hidden` and `mix`, the inputs of `Layer.leave`;
+    `read`, the input of the experts; `shared`, the sum of the shared experts; `mixed`, the output of
+    the mixer where it is recorded."""
+
+    hidden: jax.Array
+    mix: Mix
+    read: jax.Array
+    shared: jax.Array | None
+    mixed: jax.Array | None
+
+
+def _mix(layer: Layer, x: jax.Array, step: Step, runtime: Runtime) -> HalfMixed:
+    after = layer.mix(x, step, None, runtime)
+    read, mix = layer.enter(after.hidden, after.normed, after.mix)
+    shared = layer.feed_forward.shared_experts(read, step, runtime)
+    return HalfMixed(after.hidden, mix, read, shared, after.aux.mixed)
 
 
 def _choose(
-    layer, read: jax.Array, step: Step, runtime: Runtime
+    layer: Layer, read: jax.Array, step: Step, runtime: Runtime
 ) -> tuple[tuple[jax.Array, ...], Routing]:
     choice = layer.feed_forward.choose(read, step, runtime)
     return (read, choice.experts, choice.weights), choice.routing
 
 
-def _leave(layer, half, out: jax.Array, shared: jax.Array | None, step: Step) -> jax.Array:
-    x, mix = half
-    return layer.leave(x, out if shared is None else out + shared, step, mix)
+def _leave(
+    layer: Layer, half: HalfMixed, out: jax.Array, shared: jax.Array | None, step: Step
+) -> jax.Array:
+    return layer.leave(half.hidden, out if shared is None else out + shared, step, half.mix)
 
 
 def _behind_barrier(*values):

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from policy.cache.layer_cache import LayerCache
+from policy.cache.layer_cache import LayerCache, LayerOutput
 from policy.cache.paths import before as entries_before
 from policy.cache.paths import number_documents
 from policy.cache.step import Step
@@ -119,8 +119,8 @@ class NgramLookup(nnx.Module):
 
     def __call__(
         self, x: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
-    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
-        """Computes (the update that is added to x, cache, LayerAux). x is [B, T, E] or [B, T, G,
+    ) -> LayerOutput:
+        """Computes the update that is added to x. x is [B, T, E] or [B, T, G,
         E]. Documents of a row do not see each other, tokens of trees see what their paths hold;
         with a cache the first document continues the cached one. Padding leaves the cache as it is.
         """
@@ -150,7 +150,8 @@ class NgramLookup(nnx.Module):
         value_BTGE = gate[..., None].astype(x.dtype) * value[:, :, None]
         convolved = self._convolved(value_BTGE, documents, step, history)
         out = checkpoint_name(value_BTGE + jax.nn.silu(convolved).astype(x.dtype), "engram")
-        return out.reshape(x.shape), history.cache, LayerAux(states=history.states or None)
+        aux = LayerAux(states=history.states or None)
+        return LayerOutput(out.reshape(x.shape), history.cache, aux)
 
     def _convolved(
         self, value_BTGE: jax.Array, documents_BT: jax.Array, step: Step, history: History

@@ -5,7 +5,7 @@ B rows, T tokens, E hidden.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from flax import nnx
@@ -13,7 +13,7 @@ from flax import nnx
 from policy.attention.attention import GroupedQueryAttention
 from policy.attention.compressed.attention import CompressedMultiQueryAttention
 from policy.attention.mla import MultiHeadLatentAttention
-from policy.cache.layer_cache import LayerCache, write_routes
+from policy.cache.layer_cache import LayerCache, LayerOutput, write_routes
 from policy.cache.step import Step
 from policy.config import (
     Attention,
@@ -39,7 +39,7 @@ from policy.intermediates import LayerAux, observe
 from policy.layers.attention_and_mamba2 import AttentionAndMamba2Mixer
 from policy.layers.engram import NgramLookup
 from policy.layers.layer_embeddings import LayerEmbeddingReader
-from policy.layers.residual import residual
+from policy.layers.residual import Mix, residual
 from policy.mesh.sharding import decoded
 from policy.ops.dropout import drop
 from policy.ops.linear import scaled
@@ -68,6 +68,18 @@ FEED_FORWARDS = {
 }
 
 
+class AfterMixer(NamedTuple):
+    """A layer between its mixer and its feed-forward: `hidden`, the residual stream after the mixer;
+    `normed` [B, T, E], the input of the mixer, and `mix`, how its residual connection mixes streams
+    (policy/layers/residual.py), both None without a mixer."""
+
+    hidden: jax.Array
+    normed: jax.Array | None
+    mix: Mix
+    cache: LayerCache | None
+    aux: LayerAux
+
+
 class Layer(nnx.Module):
     """x += lookup(x); x += mixer(x); x += feed_forward(x); x += layer_embedding(x), with the norms
     and in the form that LayerSpec describes; an absent part adds nothing."""
@@ -94,7 +106,7 @@ class Layer(nnx.Module):
 
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
-    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
+    ) -> LayerOutput:
         """Returns the residual stream after the layer, in the shape of x_BTE, the cache with the
         entries of these tokens, and the values that the layer reports."""
         spec = self.spec
@@ -102,11 +114,12 @@ class Layer(nnx.Module):
         if spec.engram is not None:
             update, cache, aux = self.lookup(x_BTE, step, cache, runtime)
             x_BTE = x_BTE + update
-        x_BTE, normed, mix, cache, mixer_aux = self.mix(x_BTE, step, cache, runtime)
-        x_BTE = decoded(x_BTE, step, runtime.layout)
-        aux = aux.merge(mixer_aux)
+        mixed = self.mix(x_BTE, step, cache, runtime)
+        cache = mixed.cache
+        x_BTE = decoded(mixed.hidden, step, runtime.layout)
+        aux = aux.merge(mixed.aux)
         if spec.feed_forward is not None:
-            normed, mix = self.enter(x_BTE, normed, mix)
+            normed, mix = self.enter(x_BTE, mixed.normed, mixed.mix)
             fed, fed_aux = self.feed_forward(decoded(normed, step, runtime.layout), step, runtime)
             x_BTE = decoded(self.leave(x_BTE, fed, step, mix), step, runtime.layout)
             aux = aux.merge(fed_aux)
@@ -117,22 +130,27 @@ class Layer(nnx.Module):
             )
         if spec.scalar:
             x_BTE = x_BTE * jax.lax.stop_gradient(self.scalar[...]).astype(x_BTE.dtype)
-        return x_BTE, cache, aux.merge(observe(x_BTE, step.segments, runtime.record))
+        aux = aux.merge(observe(x_BTE, step.segments, runtime.record))
+        return LayerOutput(x_BTE, cache, aux)
 
-    def mix(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """Computes (x after the mixer, input of the mixer, mix of its residual connection, cache,
-        LayerAux)."""
+    def mix(
+        self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
+    ) -> AfterMixer:
+        """Runs the mixer, if the layer has one, with its norms and its residual connection."""
         if self.spec.mixer is None:
-            return x_BTE, None, None, cache, LayerAux()
+            return AfterMixer(x_BTE, None, None, cache, LayerAux())
         read, mix = cast(Any, self.mixer_residual).read(x_BTE)
         normed = decoded(self._norm("input_layernorm", read), step, runtime.layout)
         mixed, cache, aux = self.mixer(normed, step, cache, runtime)
         if "mixed" in runtime.record:
             aux = aux.merge(LayerAux(mixed=mixed))
         mixed = drop(self._scaled(self._norm("post_attention_layernorm", mixed)), step.dropout, 0)
-        return self.mixer_residual.write(x_BTE, mixed, mix), normed, mix, cache, aux
+        x_BTE = self.mixer_residual.write(x_BTE, mixed, mix)
+        return AfterMixer(x_BTE, normed, mix, cache, aux)
 
-    def enter(self, x_BTE: jax.Array, normed_BTE: jax.Array | None, mix) -> tuple[jax.Array, Any]:
+    def enter(
+        self, x_BTE: jax.Array, normed_BTE: jax.Array | None, mix: Mix
+    ) -> tuple[jax.Array, Mix]:
         """Computes (input of the feed-forward, the mix that `leave` needs). `normed` and `mix` come
         from the mixer."""
         if self.spec.parallel:
@@ -141,7 +159,7 @@ class Layer(nnx.Module):
         read, mix = self.feed_forward_residual.read(x_BTE)
         return self._norm("pre_feedforward_layernorm", read), mix
 
-    def leave(self, x_BTE: jax.Array, fed_BTE: jax.Array, step: Step, mix) -> jax.Array:
+    def leave(self, x_BTE: jax.Array, fed_BTE: jax.Array, step: Step, mix: Mix) -> jax.Array:
         """Adds the output of the feed-forward to x."""
         fed_BTE = drop(
             self._scaled(self._norm("post_feedforward_layernorm", fed_BTE)), step.dropout, 1

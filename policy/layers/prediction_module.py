@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from policy.cache.layer_cache import LayerCache
+from policy.cache.layer_cache import LayerCache, LayerOutput
 from policy.cache.step import Step
 from policy.config import DecoderConfig, MultiTokenPrediction, Runtime
-from policy.intermediates import LayerAux
 from policy.layers.layer import Layer
 from policy.layers.residual import streams
 from policy.ops.norms import norm
@@ -53,10 +52,12 @@ class PredictionModule(nnx.Module):
         step: Step,
         cache: LayerCache | None,
         runtime: Runtime,
-    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
-        """Computes (states before the final norm, cache, LayerAux)."""
+    ) -> LayerOutput:
+        """Computes the states before the final norm."""
         x = jnp.concatenate([self.enorm(embedded_BTE), self.hnorm(hidden_BTE)], axis=-1)
         x = x @ self.eh_proj[...].astype(x.dtype)
         x = x if self.streams is None else self.streams.expand(x)
-        x, cache, aux = self.layer(x, step, cache, runtime)
-        return x if self.streams is None else self.streams.reduce(x), cache, aux
+        output = self.layer(x, step, cache, runtime)
+        if self.streams is None:
+            return output
+        return output._replace(hidden=self.streams.reduce(output.hidden))

@@ -6,6 +6,8 @@ B rows, T tokens, E hidden.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -13,6 +15,9 @@ from policy.config import DecoderConfig, GatedResidual, LayerSpec
 from policy.layers.gated_residual import GatedConnection, GatedStreams
 from policy.layers.hyper_connections import HyperConnection, Streams
 from policy.mesh.explicit import reshard_like
+
+# What a connection computes when it reads, for its own `write`; only the connection knows its form.
+Mix = Any
 
 
 class Residual(nnx.Module):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,22 @@ from jax.interpreters import mlir
 
 from policy.mesh.sharding import Layout
 
+
+class BlockSize(NamedTuple):
+    """How many rows, inputs and outputs of a product a kernel computes at a time."""
+
+    rows: int
+    inputs: int
+    outputs: int
+
+
 LANES = 128
 # jax's names of the chips for which XLA has a kernel (libtpu 0.0.51: v5p, and not v4, v5e, v6e or
 # 7x).
 HAVE_XLA_KERNEL = ("TPU v5", "TPU v5p")
 # Rows, inputs and outputs of a block: 10 MiB of the 16 MiB of VMEM that a kernel has on the
 # smallest chip, in bfloat16 and with two of each block but the sum.
-BLOCK = (512, 1024, 1024)
+BLOCK = BlockSize(512, 1024, 1024)
 
 
 def served(rows_ME: jax.Array, weights_GEF: jax.Array, layout: Layout | None) -> bool:
@@ -132,15 +141,15 @@ _OF_ROWS = primitive("grouped_product_rows", lambda x, *_, **__: x, _gradient_of
 _OF_WEIGHTS = primitive("grouped_product_weights", lambda _, w, *__, **___: w, _gradient_of_weights)
 
 
-def _block(rows_ME: jax.Array, inputs: int, outputs: int) -> tuple[int, int, int]:
-    """Returns the rows, inputs and outputs of a block of this product."""
-    rows = min(BLOCK[0], -(-len(rows_ME) // LANES) * LANES)
-    return rows, min(BLOCK[1], inputs), min(BLOCK[2], outputs)
+def _block(rows_ME: jax.Array, inputs: int, outputs: int) -> BlockSize:
+    """Returns the size of a block of this product."""
+    rows = min(BLOCK.rows, -(-len(rows_ME) // LANES) * LANES)
+    return BlockSize(rows, min(BLOCK.inputs, inputs), min(BLOCK.outputs, outputs))
 
 
 def _pad_to_blocks(rows_ME: jax.Array) -> jax.Array:
     """Pads the rows to a multiple of the rows of a block."""
-    return jnp.pad(rows_ME, ((0, -len(rows_ME) % _block(rows_ME, LANES, LANES)[0]), (0, 0)))
+    return jnp.pad(rows_ME, ((0, -len(rows_ME) % _block(rows_ME, LANES, LANES).rows), (0, 0)))
 
 
 def all_varying(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from string import ascii_uppercase
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,8 @@ def einsum(
     if not in_explicit_mode():
         return jnp.einsum(equation, x, weight, precision=precision)
     equation = _spelled(equation, x)
-    (letters, named), outs = equation.split("->")[0].split(","), equation.split("->")[1]
+    operands, outs = equation.split("->")
+    letters, named = operands.split(",")
     used = [None] * weight.ndim if layout is None else layout.used(spec_of(weight))
     cut = dict(zip(named, used, strict=True)) | dict(zip(letters, spec_of(x), strict=True))
     weight = jax.reshard(weight, PartitionSpec(*(cut[letter] for letter in named)))
@@ -131,16 +133,22 @@ def _through(
     return jnp.einsum(f"{rows}{outputs}->{out}", y)
 
 
-def _letters(equation: str) -> tuple[str, str, str]:
-    """Returns (rows, inputs, outputs): the dimensions of x alone, the summed ones, the dimensions
-    of the weight alone."""
-    (letters, named), out = equation.split("->")[0].split(","), equation.split("->")[1]
-    inputs = "".join(letter for letter in named if letter not in out)
-    rows = "".join(letter for letter in letters if letter not in named)
-    return (
-        rows,
-        inputs,
-        "".join(letter for letter in named if letter in out and letter not in letters),
+class ProductLetters(NamedTuple):
+    """The letters of an einsum by their part in the product: `rows`, the dimensions of x alone;
+    `inputs`, which are summed over; `outputs`, the dimensions of the weight alone."""
+
+    rows: str
+    inputs: str
+    outputs: str
+
+
+def _letters(equation: str) -> ProductLetters:
+    operands, out = equation.split("->")
+    letters, named = operands.split(",")
+    return ProductLetters(
+        rows="".join(letter for letter in letters if letter not in named),
+        inputs="".join(letter for letter in named if letter not in out),
+        outputs="".join(letter for letter in named if letter in out and letter not in letters),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,16 @@ def scratch_shapes(block: int, *pools_KNPD: jax.Array) -> list[Any]:
     """
     buffers = (pltpu.VMEM((2, block, *pool.shape[2:]), pool.dtype) for pool in pools_KNPD)
     return [*buffers, pltpu.SMEM((1,), jnp.int32), pltpu.SemaphoreType.DMA((2,))]
+
+
+class OnlineSoftmax(NamedTuple):
+    """A softmax over the keys so far, of each query: its largest score `top`, the sum of its
+    exponentials `total`, less `top`, and the sum of values with them as weights, `values`;
+    float32."""
+
+    top: jax.Array
+    total: jax.Array
+    values: jax.Array
 
 
 @dataclass(frozen=True)

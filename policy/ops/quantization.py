@@ -23,7 +23,7 @@ M rows, G groups of rows (experts), E inputs, F outputs.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -81,7 +81,7 @@ def einsum(equation: str, x: jax.Array, weight: jax.Array, rule: str) -> jax.Arr
 
 
 def _einsum_forward(equation: str, x: jax.Array, weight: jax.Array, rule: str):
-    xs, ws, _ = _operands(equation)
+    xs, ws, _ = _letters(equation)
     qx = _named(quantize(x, RULES[rule].act_qtype, _missing(xs, equation)))
     qw = _named(quantize(weight, RULES[rule].weight_qtype, _missing(ws, equation)))
     return qwix.einsum(equation, qx, qw).astype(x.dtype), (
@@ -94,7 +94,7 @@ def _einsum_forward(equation: str, x: jax.Array, weight: jax.Array, rule: str):
 
 def _einsum_backward(equation: str, rule: str, saved, g: jax.Array):
     qx, qw, like_x, like_w = saved
-    xs, ws, outs = _operands(equation)
+    xs, ws, outs = _letters(equation)
     gradient = partial(_gradient, g.astype(jnp.float32), outs, qtype=RULES[rule].bwd_qtype)
     return gradient(qw, ws, xs).astype(like_x.dtype), gradient(qx, xs, ws).astype(like_w.dtype)
 
@@ -118,15 +118,23 @@ def _gradient(
     return qwix.einsum(equation, quantize(g, qtype, _missing(outs, equation)), other.qvalue)
 
 
-def _operands(equation: str) -> tuple[str, str, str]:
+class EinsumLetters(NamedTuple):
+    """The letters of an einsum of two operands: those of each operand and of the result."""
+
+    left: str
+    right: str
+    outs: str
+
+
+def _letters(equation: str) -> EinsumLetters:
     operands, outs = equation.split("->")
     left, right = operands.split(",")
-    return left, right, outs
+    return EinsumLetters(left, right, outs)
 
 
 def _missing(letters: str, equation: str) -> tuple[int, ...]:
     """Returns the dimensions of an operand that the result does not have, which are summed over."""
-    outs = _operands(equation)[2]
+    outs = _letters(equation).outs
     return tuple(dim for dim, letter in enumerate(letters) if letter not in outs)
 
 

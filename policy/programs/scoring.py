@@ -240,13 +240,13 @@ class Scorer:
         segments = (jnp.arange(L) < lengths_R[:, None]).astype(jnp.int32)
         tokens, segments = (constrain(a, ("batch", None), layout) for a in (tokens_RL, segments))
         with self.graph.precision():
-            hidden, _, _ = self.graph.decoder(params)(
+            output = self.graph.decoder(params)(
                 tokens,
                 modes.make_step(tokens, segments=segments, media=media),
                 None,
                 self.graph.runtime,
             )
-        return before(hidden)[:, self.first(L) :]
+        return before(output.hidden)[:, self.first(L) :]
 
     def _scores_program(self, params, hidden_RTE, tokens_RT, temperature):
         with self.graph.precision():

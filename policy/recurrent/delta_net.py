@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import ModuleType
-from typing import ClassVar, cast
+from typing import ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from policy.attention.sequence_shards import replicate_length
-from policy.cache.layer_cache import LayerCache
+from policy.cache.layer_cache import LayerCache, LayerOutput
 from policy.cache.paths import Tree, number_documents
 from policy.cache.step import Step
 from policy.config import DecoderConfig, GatedDeltaNet, Runtime
@@ -36,9 +37,17 @@ from policy.recurrent.convolution import convolve, convolve_paths, last_inputs, 
 CONVOLVED = {"q": "query_proj", "k": "key_proj", "v": "value_proj"}
 
 
-def log_uniform(key, shape, dtype):
+def log_uniform(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Array:
     """Draws log(A) for A uniform in [0.01, 16); the lower bound keeps the logarithm finite."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))
+
+
+class QueriesKeysValues(NamedTuple):
+    """The inputs of a recurrence, float32: queries and keys [B, K, T, D], values [B, K, G, T, V]."""
+
+    queries: jax.Array
+    keys: jax.Array
+    values: jax.Array
 
 
 class DeltaNet(nnx.Module):
@@ -80,23 +89,24 @@ class DeltaNet(nnx.Module):
 
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
-    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
-        """Computes (x_BTE, cache, LayerAux). Padding leaves the cache as it is. Without a cache
+    ) -> LayerOutput:
+        """Computes the output of the mixer. Padding leaves the cache as it is. Without a cache
         every document of a row starts from an empty state; with one, the first document of a row
         continues from the cached state. In trees a token continues from the state after the token
         before it on its path."""
         if in_explicit_mode():
-            return self._over_devices(x_BTE, step, runtime), cache, LayerAux()
+            return LayerOutput(self._over_devices(x_BTE, step, runtime), cache, LayerAux())
         return self._own_heads(x_BTE, step, cache, runtime)
 
     def _own_heads(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
-    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
-        """Computes (x_BTE, cache, LayerAux) of this module's heads."""
+    ) -> LayerOutput:
+        """Computes the share of this module's heads in the output."""
         real = step.segments != 0
         documents = number_documents(step.segments)
         x = jnp.where(real[..., None], replicate_length(x_BTE, runtime), 0)
-        q, k, v, inputs = self._convolved(x, real, documents, step.tree, cache, runtime)
+        inputs = self._conv_inputs(x, real, cache, runtime)
+        q, k, v = self._activated(self._convolved(inputs, documents, step.tree))
         beta, g = (to_cache(a, runtime.layout) for a in self._gates(x, real, runtime))
         B, K, G, T, V = v.shape
         if cache is None:
@@ -130,20 +140,22 @@ class DeltaNet(nnx.Module):
             self._gated(from_cache(out, runtime.layout), v, x, runtime), "attention_out"
         )
         out = linear("bktv,kve->bte", out, self.o_proj[...], runtime)
-        return checkpoint_name(out, "out_proj"), cache, aux
+        return LayerOutput(checkpoint_name(out, "out_proj"), cache, aux)
 
     def _over_devices(self, x_BTE: jax.Array, step: Step, runtime: Runtime) -> jax.Array:
         """Computes the output without a cache in explicit mode: each device takes full sequences of
         its rows and its own heads, and the outputs are summed over the devices that share the
         heads."""
-        layout, (weights, module) = runtime.layout, split_module(self)
+        layout = runtime.layout
+        weights, module = split_module(self)
         assert layout is not None  # explicit mode has a mesh
         rows = layout.spec(("batch", None, None), x_BTE.shape)
         heads = layout.spec(("kv_heads",), (self.spec.key_heads,))[0]
         alone = replace(runtime, layout=None)
 
         def local(weights, x_bTE, step):
-            out, _, _ = cast(DeltaNet, module(weights))._own_heads(x_bTE, step, None, alone)
+            net = cast(DeltaNet, module(weights))
+            out = net._own_heads(x_bTE, step, None, alone).hidden
             return out if heads is None else jax.lax.psum(out, heads)
 
         places = [layout.used(spec_of(w)) for w in weights], rows, PartitionSpec(rows[0])
@@ -183,11 +195,11 @@ class DeltaNet(nnx.Module):
             [self._stored(inputs_BKTJ[:, :, t + 1 : t + 1 + before]) for t in range(T)], axis=1
         )
 
-    def _convolved(self, x_BTE, real_BT, documents_BT, tree: Tree | None, cache, runtime):
-        """Returns (q, k [B, K, T, D], v [B, K, G, T, V], inputs): float32 after convolution and
-        silu, q and k of unit length, and the inputs of the convolution, preceded by the W - 1
-        inputs of earlier calls."""
-        spec = self.spec
+    def _conv_inputs(
+        self, x_BTE: jax.Array, real_BT: jax.Array, cache: LayerCache | None, runtime: Runtime
+    ) -> jax.Array:
+        """Returns the inputs of the convolution, preceded by the W - 1 inputs of earlier calls:
+        [B, K, W - 1 + T, J]."""
         inputs = [self._conv_input(x_BTE, real_BT, name, runtime) for name in CONVOLVED]
         inputs = [
             checkpoint_name(each, label)
@@ -195,30 +207,33 @@ class DeltaNet(nnx.Module):
         ]
         inputs = to_cache(jnp.concatenate(inputs, axis=-1), runtime.layout)
         B, K, _, J = inputs.shape
-        before = spec.conv_width - 1
+        before = self.spec.conv_width - 1
         if cache is None:
-            inputs = jnp.pad(inputs, ((0, 0), (0, 0), (before, 0), (0, 0)))
-        else:
-            window = (
-                cast(jax.Array, cache.arrays["conv"])[cache.index]
-                .reshape(B, before, K, J)
-                .swapaxes(1, 2)
-            )
-            inputs = jnp.concatenate([window.astype(inputs.dtype), inputs], axis=2)
+            return jnp.pad(inputs, ((0, 0), (0, 0), (before, 0), (0, 0)))
+        window = (
+            cast(jax.Array, cache.arrays["conv"])[cache.index]
+            .reshape(B, before, K, J)
+            .swapaxes(1, 2)
+        )
+        return jnp.concatenate([window.astype(inputs.dtype), inputs], axis=2)
+
+    def _convolved(
+        self, inputs_BKTJ: jax.Array, documents_BT: jax.Array, tree: Tree | None
+    ) -> jax.Array:
+        """Returns the convolution at each of the T tokens, float32[B, K, T, J]."""
         kernel = jnp.concatenate(
             [getattr(self, f"{name}_conv")[...].astype(jnp.float32) for name in CONVOLVED], axis=1
         )
         if tree is None:
-            convolved = convolve(inputs, kernel, documents_BT)
-        else:
-            convolved = convolve_paths(inputs[:, :, before:], kernel, tree)
-        return *self._activated(convolved), inputs
+            return convolve(inputs_BKTJ, kernel, documents_BT)
+        return convolve_paths(inputs_BKTJ[:, :, self.spec.conv_width - 1 :], kernel, tree)
 
-    def _activated(self, convolved_BKTJ: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns (q, k [B, K, T, D], v [B, K, G, T, V]) from the output of the convolution."""
+    def _activated(self, convolved_BKTJ: jax.Array) -> QueriesKeysValues:
+        """Returns the inputs of the recurrence: the output of the convolution after silu, q and k
+        of unit length."""
         dim = self.spec.key_dim
         q, k, v = jnp.split(jax.nn.silu(convolved_BKTJ), [dim, 2 * dim], axis=-1)
-        return _unit(q) * dim**-0.5, _unit(k), self._heads(v)
+        return QueriesKeysValues(_unit(q) * dim**-0.5, _unit(k), self._heads(v))
 
     def _gated(
         self, out_BKGTV: jax.Array, v_BKGTV: jax.Array, x_BTE: jax.Array, runtime: Runtime

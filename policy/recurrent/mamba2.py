@@ -15,14 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from policy.cache.layer_cache import LayerCache
+from policy.cache.layer_cache import LayerCache, LayerOutput
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Mamba2, Norm, Runtime
-from policy.intermediates import LayerAux
 from policy.ops.linear import scaled
 from policy.ops.parameter import normal, ones, weight, zeros
 from policy.recurrent import linear_rule
-from policy.recurrent.delta_net import DeltaNet, log_uniform
+from policy.recurrent.delta_net import DeltaNet, QueriesKeysValues, log_uniform
 
 # Projections of the input -> the name in Mamba2Scales.
 _TERMS = {"z": "z", "v": "x", "k": "B", "q": "C", "a": "dt"}
@@ -76,11 +75,13 @@ class Mamba2Mixer(DeltaNet):
 
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
-    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
-        """Computes (x_BTE, cache, LayerAux) as DeltaNet; the bias of the output is added to the sum
-        of all heads."""
-        out, cache, aux = super().__call__(x_BTE, step, cache, runtime)
-        return out + self.o_bias[...].astype(out.dtype) if self.spec.out_bias else out, cache, aux
+    ) -> LayerOutput:
+        """Computes the output as DeltaNet does; its bias is added to the sum of all heads."""
+        output = super().__call__(x_BTE, step, cache, runtime)
+        if not self.spec.out_bias:
+            return output
+        out = output.hidden
+        return output._replace(hidden=out + self.o_bias[...].astype(out.dtype))
 
     def _project(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:
         return self._finished(super()._project(x_BTE, name, runtime), name)
@@ -105,13 +106,13 @@ class Mamba2Mixer(DeltaNet):
             return projected_BKTX
         return scaled(projected_BKTX, getattr(self.spec.scales, _TERMS[name]))
 
-    def _activated(self, convolved_BKTJ: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _activated(self, convolved_BKTJ: jax.Array) -> QueriesKeysValues:
         if self.spec.conv_bias:
             biases = [getattr(self, f"{name}_conv_bias")[...].astype(jnp.float32) for name in "qkv"]
             convolved_BKTJ = convolved_BKTJ + jnp.concatenate(biases, axis=-1)[:, None]
         dim = self.spec.state
         q, k, v = jnp.split(jax.nn.silu(convolved_BKTJ), [dim, 2 * dim], axis=-1)
-        return q, k, self._heads(v)
+        return QueriesKeysValues(q, k, self._heads(v))
 
     def _gates(self, x_BTE, real_BT, runtime: Runtime):
         """Returns (dt, dt A), float32[B, K, G, T]: the factor of what is written, and the logarithm

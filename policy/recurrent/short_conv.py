@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from policy.attention.sequence_shards import replicate_length
-from policy.cache.layer_cache import LayerCache
+from policy.cache.layer_cache import LayerCache, LayerOutput
 from policy.cache.paths import number_documents
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Runtime, ShortConv
@@ -52,23 +52,24 @@ class ShortConvolution(nnx.Module):
 
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
-    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
-        """Computes (x_BTE, cache, LayerAux). Padding leaves the cache as it is. Without a cache
+    ) -> LayerOutput:
+        """Computes the output of the mixer. Padding leaves the cache as it is. Without a cache
         every document of a row starts without inputs before it; with one, the first document of a
         row continues from the cached inputs. In trees the inputs before a token are those on its
         path."""
         if in_explicit_mode():
-            out = self._over_devices(x_BTE, step, runtime)
-            aux = LayerAux()
+            output = LayerOutput(self._over_devices(x_BTE, step, runtime), cache, LayerAux())
         else:
-            out, cache, aux = self._channels(x_BTE, step, cache, runtime)
+            output = self._channels(x_BTE, step, cache, runtime)
+        out = output.hidden
         if self.spec.bias:
             out = out + self.o_bias[...].astype(out.dtype)
-        return checkpoint_name(out, "out_proj"), cache, aux
+        return output._replace(hidden=checkpoint_name(out, "out_proj"))
 
-    def _channels(self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime):
-        """Computes (out, cache, LayerAux) of this module's channels, without the bias of the
-        output."""
+    def _channels(
+        self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
+    ) -> LayerOutput:
+        """Computes the share of this module's channels in the output, without its bias."""
         real = step.segments != 0
         before = self.spec.conv_width - 1
         x_BTE = replicate_length(x_BTE, runtime)
@@ -97,7 +98,8 @@ class ShortConvolution(nnx.Module):
             convolved = convolved + self.conv_bias[...].astype(jnp.float32)
         convolved = checkpoint_name(from_cache(convolved, runtime.layout)[:, 0], "context")
         out = checkpoint_name((c * convolved).astype(x_BTE.dtype), "attention_out")
-        return linear("btf,fe->bte", out, self.o_proj[...], runtime), cache, aux
+        out = linear("btf,fe->bte", out, self.o_proj[...], runtime)
+        return LayerOutput(out, cache, aux)
 
     def _project(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:
         out = linear("bte,ef->btf", x_BTE, getattr(self, f"{name}_proj")[...], runtime)
@@ -107,14 +109,16 @@ class ShortConvolution(nnx.Module):
         """Computes `_channels` without a cache in explicit mode: each device takes full sequences
         of its rows and its own channels, and the outputs are summed over the devices that share the
         channels."""
-        layout, (weights, module) = runtime.layout, split_module(self)
+        layout = runtime.layout
+        weights, module = split_module(self)
         assert layout is not None  # explicit mode has a mesh
         rows = layout.spec(("batch", None, None), x_BTE.shape)
         channels = layout.spec(("mlp",), x_BTE.shape[-1:])[0]
         alone = replace(runtime, layout=None)
 
         def local(weights, x_bTE, step):
-            out, _, _ = cast(ShortConvolution, module(weights))._channels(x_bTE, step, None, alone)
+            convolution = cast(ShortConvolution, module(weights))
+            out = convolution._channels(x_bTE, step, None, alone).hidden
             return out if channels is None else jax.lax.psum(out, channels)
 
         places = [layout.used(spec_of(w)) for w in weights], rows, PartitionSpec(rows[0])

@@ -11,6 +11,8 @@ query latent, G groups of heads, J = H D / G, Z rank of a group.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,7 +22,7 @@ from policy.attention.compressed.compressor import Compressor, compress, turn
 from policy.attention.dot_product_attention import Mask, attend
 from policy.attention.indexer import IndexedMask, with_auto_axes
 from policy.attention.sequence_shards import replicate_length
-from policy.cache.layer_cache import LayerCache, extend, row_layout
+from policy.cache.layer_cache import LayerCache, LayerOutput, extend, row_layout
 from policy.cache.step import Step
 from policy.config import CompressedAttention, DecoderConfig, EntryIndexer, Norm, Runtime
 from policy.intermediates import LayerAux
@@ -92,6 +94,15 @@ class TokensAndEntries(Mask):
         return jnp.concatenate([tokens, self.entries.of(*queries)], axis=-1)
 
 
+class VisibleEntries(NamedTuple):
+    """The entries that stand for blocks of tokens: `keys` [B, 1, n, D], the `mask` that says which
+    of them a query sees, and the cache that holds them."""
+
+    keys: jax.Array
+    mask: Mask
+    cache: LayerCache | None
+
+
 class CompressedMultiQueryAttention(nnx.Module):
     """Computes the attention of DeepSeek V4, as `CompressedAttention` says. Weights: q_a_proj [E,
     r], q_a_norm [r], q_b_proj [r, H, D], kv_proj [E, D], kv_norm [D], sinks [H], o_a_proj [G, J,
@@ -124,12 +135,11 @@ class CompressedMultiQueryAttention(nnx.Module):
 
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime
-    ) -> tuple[jax.Array, LayerCache | None, LayerAux]:
+    ) -> LayerOutput:
         """Returns what attention adds to x_BTE [B, T, E], the cache with the entries of these
         tokens, and the values that the layer reports."""
         if in_explicit_mode():
-            out, aux = with_auto_axes(self, x_BTE, step, runtime)
-            return out, None, aux
+            return with_auto_axes(self, x_BTE, step, runtime)
         spec = self.spec
         table = step.rotation(self.spec.rope)
         layout = row_layout(cache, runtime.layout)
@@ -144,9 +154,10 @@ class CompressedMultiQueryAttention(nnx.Module):
         keys = seen.arrays["kv"]
         mask = Mask(step, seen, spec.window)
         if spec.compression is not None:
-            entries, of_entries, cache = self._entries(x_BTE, q_latent, step, cache, runtime)
-            keys = jnp.concatenate([keys, entries], axis=2)
-            mask = TokensAndEntries(mask, of_entries)
+            entries = self._entries(x_BTE, q_latent, step, cache, runtime)
+            cache = entries.cache
+            keys = jnp.concatenate([keys, entries.keys], axis=2)
+            mask = TokensAndEntries(mask, entries.mask)
         out = attend(
             q * spec.head_dim**-0.5,
             keys,
@@ -157,11 +168,8 @@ class CompressedMultiQueryAttention(nnx.Module):
             self.sinks[...],
         )
         out = turn(from_cache(out, runtime.layout), spec.rope, table, back=True)
-        return (
-            checkpoint_name(self._projected(checkpoint_name(out, "context"), runtime), "out_proj"),
-            cache,
-            LayerAux(),
-        )
+        out = self._projected(checkpoint_name(out, "context"), runtime)
+        return LayerOutput(checkpoint_name(out, "out_proj"), cache, LayerAux())
 
     def _entries(
         self,
@@ -170,8 +178,8 @@ class CompressedMultiQueryAttention(nnx.Module):
         step: Step,
         cache: LayerCache | None,
         runtime: Runtime,
-    ) -> tuple[jax.Array, Mask, LayerCache | None]:
-        """Returns (entries [B, 1, n, D], which of them queries see, cache)."""
+    ) -> VisibleEntries:
+        """Returns the entries that stand for blocks up to these tokens."""
         assert self.spec.compression is not None
         indexer = self.spec.compression.indexer
         layout = row_layout(cache, runtime.layout)
@@ -182,10 +190,11 @@ class CompressedMultiQueryAttention(nnx.Module):
         seen, cache = compress(compressors, step, cache, self.spec.rope, layout)
         entries = seen.arrays[""]
         if indexer is None:
-            return entries, Mask(step, seen), cache
+            return VisibleEntries(entries, Mask(step, seen), cache)
         index = seen._replace(arrays={"index": seen.arrays["index_"]})
         queries = self.indexer(x_BTE, q_latent_BTr, step)
-        return entries, IndexedMask(step, index, queries, indexer, runtime.layout), cache
+        mask = IndexedMask(step, index, queries, indexer, runtime.layout)
+        return VisibleEntries(entries, mask, cache)
 
     def _parts(self, compressor: Compressor, x_BTE: jax.Array, runtime: Runtime) -> jax.Array:
         return replicate_length(compressor.parts(x_BTE, runtime.layout), runtime)
@@ -198,7 +207,8 @@ class CompressedMultiQueryAttention(nnx.Module):
 
     def _projected(self, out_BHTD: jax.Array, runtime: Runtime) -> jax.Array:
         """Returns the output [B, T, E]: each group of heads by itself, then all."""
-        (B, H, T, D), G = out_BHTD.shape, self.spec.o_groups
+        B, H, T, D = out_BHTD.shape
+        G = self.spec.o_groups
         grouped = jnp.swapaxes(out_BHTD.reshape(B, G, H // G, T, D), 2, 3).reshape(B, G, T, -1)
         grouped = checkpoint_name(grouped, "attention_out")
         each = linear("bgtj,gjl->bgtl", grouped, self.o_a_proj[...], runtime)
