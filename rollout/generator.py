@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policy.cache.media import Media
 from policy.media import is_tower
 from policy.model import Model
 from policy.ops.host_memory import on_a_device
@@ -175,8 +176,8 @@ class Generator:
         if wrong := [i for i in ids if not 0 <= i < 2**31]:
             raise ValueError(f"generate: prompt id {wrong[0]} is outside 0..{2**31 - 1}")
         return [
-            Request(prompt, params, int(prompt_id), sample, i, media=media, keys=keys)
-            for i, ((prompt, media, keys), prompt_id) in enumerate(zip(encoded, ids, strict=True))
+            prompt.request(params, int(prompt_id), sample, i)
+            for i, (prompt, prompt_id) in enumerate(zip(encoded, ids, strict=True))
             for sample in range(params.n)
         ]
 
@@ -402,17 +403,22 @@ class Generator:
         special = {token for token, how in added.items() if how.special}
         return frozenset(special | set(getattr(self.tokenizer, "all_special_ids", ())))
 
-    def _encode(self, i: int, prompt, params: SamplingParams) -> tuple:
+    def _encode(
+        self, i: int, prompt: str | Sequence[int] | MediaPrompt, params: SamplingParams
+    ) -> EncodedPrompt:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(
                     f"generate: prompt {i} is a string; pass a tokenizer to Generator, or token ids"
                 )
             prompt = render_prompt(self.tokenizer, prompt)
-        prompt, media, keys = _parts(prompt)
-        if refusal := self.engine.runner.refusal(Request(prompt, params, media=media, keys=keys)):
+        if isinstance(prompt, MediaPrompt):
+            encoded = EncodedPrompt(tuple(map(int, prompt.tokens)), prompt.media, prompt.keys)
+        else:
+            encoded = EncodedPrompt(tuple(map(int, prompt)))
+        if refusal := self.engine.runner.refusal(encoded.request(params)):
             raise ValueError(f"generate: prompt {i} {refusal}")
-        return prompt, media, keys
+        return encoded
 
     @property
     def _params(self) -> dict:
@@ -426,10 +432,17 @@ def _first_stop(
     return first_stop(tokenizer, tokens, before, params.stop, params.min_tokens)
 
 
-def _parts(
-    prompt: Sequence[int] | MediaPrompt,
-) -> tuple[tuple[int, ...], Any, tuple[int, ...] | None]:
-    """Returns (token ids, media or None, keys or None)."""
-    if isinstance(prompt, MediaPrompt):
-        return tuple(map(int, prompt.tokens)), prompt.media, prompt.keys
-    return tuple(map(int, prompt)), None, None
+class EncodedPrompt(NamedTuple):
+    """A prompt as token ids; `media` and `keys` are those of `Request`, None for text."""
+
+    tokens: tuple[int, ...]
+    media: Media | None = None
+    keys: tuple[int, ...] | None = None
+
+    def request(
+        self, params: SamplingParams, prompt_id: int = 0, sample: int = 0, index: int = 0
+    ) -> Request:
+        """Returns the request for one sample of this prompt, which is number `index` of its call."""
+        return Request(
+            self.tokens, params, prompt_id, sample, index, media=self.media, keys=self.keys
+        )

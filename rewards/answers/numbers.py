@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from rewards.answers.spelling import THIN, uniform
 from rewards.answers.units import CURRENCIES, SCALES, unit
@@ -157,6 +158,15 @@ def _is_decimal(value: Value) -> bool:
     return rest == 1
 
 
+class Unit(NamedTuple):
+    """What the text after a number says: a factor, whether it is a percentage, and the unit in
+    canonical form."""
+
+    scale: int
+    percent: bool
+    name: str
+
+
 class _Reader:
     """Reads numbers from a text, token by token. `at` is the number of the next token.
 
@@ -217,8 +227,10 @@ class _Reader:
         sign = self.take("-", "+") or sign
         value = self._sum(-1 if sign == "-" else 1)
         end = self.ends[self.at - 1]
-        scale, percent, unit = self._unit(self.text[end:])
-        return Number(_finite(value * scale), percent, currency or unit, self.decimal)
+        unit = self._unit(self.text[end:])
+        return Number(
+            _finite(value * unit.scale), unit.percent, currency or unit.name, self.decimal
+        )
 
     def next(self) -> Number:
         """Reads a number that begins at the next token, with its sign, scale and percent sign.
@@ -254,9 +266,8 @@ class _Reader:
             return not (follows and not between)
         return before >= 0 and "\n" not in between and self.tokens[before] in _OPENS_NUMBER
 
-    def _unit(self, text: str) -> tuple[int, bool, str]:
-        """Returns (factor, whether it is a percentage, canonical unit) of the text after a
-        number."""
+    def _unit(self, text: str) -> Unit:
+        """Reads the text after a number. Raises NoNumber."""
         scale = 1
         percent = False
         units = []
@@ -282,7 +293,7 @@ class _Reader:
             attached = False
         if len(units) > 5:
             raise NoNumber("a sentence follows")
-        return scale, percent, " ".join(sorted(units))
+        return Unit(scale, percent, " ".join(sorted(units)))
 
     def _sum(self, sign: int = 0) -> Value:
         """Reads a sum. sign: that of its first term, if it has been read."""

@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rewards.registry import Parameters
 from rewards.workers.process import WorkerLost, WorkerProcess
@@ -90,6 +91,15 @@ class ScoringBatch:
                 self.done.set()
 
 
+class ScoredCall(NamedTuple):
+    """What one call of a worker gave: the results of its samples, the failure of the call if it
+    failed, and how many seconds it took."""
+
+    results: list[Result]
+    failure: Failure | None
+    seconds: float
+
+
 class WorkerThread:
     """One thread and its worker process.
 
@@ -151,9 +161,10 @@ class WorkerThread:
     def _score(self, batch: ScoringBatch, slot: int, samples: list[int]) -> list[Result]:
         """Scores samples. The top of `runner` says which calls are tried again, and for how
         long."""
-        results, failure, _ = self._attempt(batch, slot, samples, self._timeout_s)
+        attempt = self._attempt(batch, slot, samples, self._timeout_s)
+        failure = attempt.failure
         if failure is None:
-            return results
+            return attempt.results
         if failure.kind in ("load", "closed") or (len(samples) == 1 and failure.kind != "died"):
             return [failure] * len(samples)
         with batch.lock:
@@ -164,22 +175,22 @@ class WorkerThread:
         results = []
         for position, sample in enumerate(samples):
             limit = self._timeout_s if budget is None else budget / (len(samples) - position)
-            scores, failure, seconds = self._attempt(batch, slot, [sample], limit)
-            results.append(scores[0] if failure is None else failure)
+            attempt = self._attempt(batch, slot, [sample], limit)
+            failure = attempt.failure
+            results.append(attempt.results[0] if failure is None else failure)
             if budget is not None:
-                budget -= min(limit, seconds)
+                budget -= min(limit, attempt.seconds)
             elif failure is not None and failure.kind == "timeout":
                 budget = self._timeout_s
         return results
 
     def _attempt(
         self, batch: ScoringBatch, slot: int, samples: list[int], timeout_s: float
-    ) -> tuple[list[Result], Failure | None, float]:
-        """Makes one call in the worker. Returns (results of its samples, failure of the call or
-        None, seconds)."""
+    ) -> ScoredCall:
+        """Makes one call in the worker."""
         process = self._ready(slot)
         if isinstance(process, Failure):
-            return [], process, 0.0
+            return ScoredCall([], process, 0.0)
         arguments = _arguments(self._functions[slot], batch.inputs, samples)
         message = {"call": slot, "count": len(samples), "arguments": arguments}
         at = time.time()
@@ -204,7 +215,7 @@ class WorkerThread:
                 Call(self._functions[slot].name, len(samples), self._number, at, seconds)
             )
         self._busy = False
-        return results, failure, seconds
+        return ScoredCall(results, failure, seconds)
 
     def _ready(self, slot: int) -> WorkerProcess | Failure:
         """Returns a worker process with the function loaded, or the reason why there is none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rollout.engine.page_allocator import Chain, PageAllocator, PageCopy
 from rollout.engine.prefix_index import PrefixIndex, common_length, is_worth_sharing
@@ -66,6 +66,23 @@ class CacheGeometry:
         )
 
 
+class Allocation(NamedTuple):
+    """A slot for a request, which begins with the first `num_shared` entries of slot `source`."""
+
+    slot: int
+    source: int
+    num_shared: int
+
+
+class CachedPrefix(NamedTuple):
+    """The first `num_shared` of some tokens, which a slot in use holds, or pages of the page index;
+    then the slot is -1."""
+
+    slot: int
+    num_shared: int
+    pages: list[int]
+
+
 class CacheManager(Protocol):
     """Tracks what the slots of a cache hold, and which slots are free.
 
@@ -86,12 +103,11 @@ class CacheManager(Protocol):
 
     @property
     def num_free(self) -> int:
-        """The number of free slots."""
+        """How many requests can be admitted now: one to each free slot."""
         ...
 
-    def allocate(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
-        """Takes a free slot for a request whose prompt is `tokens`. Returns (slot, source,
-        num_shared): the slot begins with the first `num_shared` entries of slot `source`."""
+    def allocate(self, tokens: tuple[int, ...]) -> Allocation:
+        """Takes a free slot for a request whose prompt is `tokens`."""
         ...
 
     def reallocate(self, slot: int, tokens: tuple[int, ...]) -> tuple[int, int]:
@@ -210,20 +226,19 @@ class ContiguousCacheManager(CacheManager):
         self._tokens[slot] = tokens
         self._index.add(slot, tokens)
 
-    def allocate(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
-        """Takes a free slot for a request whose prompt is `tokens`. Returns (slot, source,
-        num_shared).
+    def allocate(self, tokens: tuple[int, ...]) -> Allocation:
+        """Takes a free slot for a request whose prompt is `tokens`.
 
-        The slot begins with the first `num_shared` entries of slot `source`; without a shared
-        prefix they are (slot, -1, 0). If the source is free, it is the slot itself, and nothing is
-        copied. Otherwise the slot is the one that became free first, and the caller copies the row.
+        Without a shared prefix the source is -1 and `num_shared` 0. If the source is free, it is
+        the slot itself, and nothing is copied. Otherwise the slot is the one that became free
+        first, and the caller copies the row.
         """
         source, num_shared = self.find(tokens)
         slot = source if source in self._free else next(iter(self._free))
         del self._free[slot]
         self._set_tokens(slot, tokens)
         self._last_started[tokens] = slot
-        return slot, source, num_shared
+        return Allocation(slot, source, num_shared)
 
     def clear(self, slot: int) -> None:
         """Empties a slot that stays in use."""
@@ -282,7 +297,8 @@ class PagedCacheManager(CacheManager):
         supports_truncation: bool,
         full_capacity: bool = False,
     ):
-        self.supports_truncation, self.num_shards = supports_truncation, len(allocators)
+        self.supports_truncation = supports_truncation
+        self.num_shards = len(allocators)
         self._full_capacity = full_capacity
         self._allocators = allocators
         self._slots = slots
@@ -307,29 +323,34 @@ class PagedCacheManager(CacheManager):
     def shard_of(self, slot: int) -> int:
         return slot * self.num_shards // self._slots
 
-    def allocate(self, tokens: tuple[int, ...]) -> tuple[int, int, int]:
-        """Takes a free slot for a request whose prompt is `tokens`. Returns (slot, source,
-        num_shared).
+    def allocate(self, tokens: tuple[int, ...]) -> Allocation:
+        """Takes a free slot for a request whose prompt is `tokens`.
 
-        The slot begins with the first `num_shared` entries of slot `source`, whose pages it now
-        shares. The source is the slot itself if pages of the page index hold them, or if nothing is
-        shared (num_shared 0).
+        The slot now shares the pages of the source that hold its first `num_shared` entries. The
+        source is the slot itself if pages of the page index hold them, or if nothing is shared
+        (num_shared 0).
         """
         shards = [shard for shard in range(self.num_shards) if self._free[shard]]
         shard = max(
-            shards, key=lambda shard: (self._find(shard, tokens)[1], len(self._free[shard]), -shard)
+            shards,
+            key=lambda shard: (
+                self._longest(shard, tokens).num_shared,
+                len(self._free[shard]),
+                -shard,
+            ),
         )
         slot = next(iter(self._free[shard]))
         del self._free[shard][slot]
-        return slot, *self.reallocate(slot, tokens)
+        return Allocation(slot, *self.reallocate(slot, tokens))
 
     def reallocate(self, slot: int, tokens: tuple[int, ...]) -> tuple[int, int]:
         """Returns (source, num_shared), as `allocate` says, for a slot that is in use and begins
         from nothing."""
         self.clear(slot)
-        source, num_shared, pages = self._find(self.shard_of(slot), tokens)
+        source, num_shared, pages = self._longest(self.shard_of(slot), tokens)
         self._set_tokens(slot, tokens)
-        self._last_started[tokens], self._chains[slot] = slot, self._allocator_of[slot].open(pages)
+        self._last_started[tokens] = slot
+        self._chains[slot] = self._allocator_of[slot].open(pages)
         if source < 0:
             return slot, num_shared
         self.share(source, slot, num_shared)
@@ -351,13 +372,12 @@ class PagedCacheManager(CacheManager):
     def _replace(self, slot: int, chain: Chain) -> None:
         """Replaces the pages of a slot. The new ones are open already, because some may be its
         own."""
-        before, self._chains[slot] = self._chains[slot], chain
+        before = self._chains[slot]
+        self._chains[slot] = chain
         self._allocator_of[slot].close(before)
 
-    def _find(self, shard: int, tokens: tuple[int, ...]) -> tuple[int, int, list[int]]:
-        """Returns (slot or -1, num_shared, indexed pages): which slot in use has the most of the
-        first of these tokens; -1 if the page index has as many.
-        """
+    def _longest(self, shard: int, tokens: tuple[int, ...]) -> CachedPrefix:
+        """Returns the longest prefix of these tokens that a shard holds."""
         last = self._last_started.get(tokens, -1) if tokens else -1
         if (
             last >= 0
@@ -365,18 +385,16 @@ class PagedCacheManager(CacheManager):
             and self.shard_of(last) == shard
             and self._tokens[last] == tokens
         ):
-            return last, len(tokens), []
+            return CachedPrefix(last, len(tokens), [])
         if not self.supports_truncation:
             slot = self._index[shard].exact(tokens)
-            return (slot, len(tokens), []) if slot >= 0 else (-1, 0, [])
+            return CachedPrefix(slot, len(tokens) if slot >= 0 else 0, [])
         pages = self._allocators[shard].find(tokens)
         indexed = len(pages) * self._allocators[shard].size
         slot, num_shared = self._index[shard].longest(tokens)
-        return (
-            (slot, num_shared, [])
-            if num_shared > indexed and is_worth_sharing(num_shared, tokens)
-            else (-1, indexed, pages)
-        )
+        if num_shared > indexed and is_worth_sharing(num_shared, tokens):
+            return CachedPrefix(slot, num_shared, [])
+        return CachedPrefix(-1, indexed, pages)
 
     def fits(self, spans: Iterable[tuple[int, int, int]]) -> bool:
         """Whether each (slot, start, end) can have pages for its tokens start .. end - 1, all at

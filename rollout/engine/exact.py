@@ -242,8 +242,8 @@ class Verifier:
         sizes = Sizes.of(requests)
         inputs = self._draw_inputs(requests, L)
         if sizes is not None:
-            inputs = *inputs, LogitsProcessors.of(requests, len(requests), L, sizes)
-        drawn = self._draw(params, hidden_RTE, *inputs)
+            processors = LogitsProcessors.of(requests, len(requests), L, sizes)
+            drawn = self._draw(params, hidden_RTE, *inputs, processors)
         return jax.tree.map(np.asarray, block_on_cpu_mesh(drawn, self.scorer.graph.layout))
 
     def _draw_inputs(self, requests: list[Request | None], L: int) -> tuple:

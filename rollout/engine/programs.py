@@ -69,13 +69,38 @@ class PrefillInputs(NamedTuple):
             tokens[row, : len(span)] = span
             end = request.call_end(C)
             ends.append(end)
-            starts[row], lengths[row] = (
-                request.cached,
-                request.needed if request.media is None else end,
-            )
+            starts[row] = request.cached
+            lengths[row] = request.needed if request.media is None else end
         prompts = [request.media for request in requests if request.media is not None]
         media = of_call(prompts, starts.tolist()[: len(requests)], (P, C)) if prompts else None
         return cls(tokens, starts, lengths, ends, media)
+
+
+class Decoded(NamedTuple):
+    """What a decode computes: the cache, the state of its rows after it, and its output."""
+
+    cache: tuple
+    state: DecodeState
+    output: DecodeOutput
+
+
+class _Loop(NamedTuple):
+    """A decode between two decoding steps, of s rows.
+
+    step: the number of steps that have run. token: int32[s], the last token of each row, which is
+    not cached. cached: int32[s], the tokens in the cache. left: int32[s], how many tokens a row may
+    still sample. active: bool[s]. outputs: (Drawn [K, s], values [K, s] or None), one row for each
+    step. seen: for the logits processors; None: no row has any.
+    """
+
+    step: jax.Array | int
+    cache: tuple
+    token: jax.Array
+    cached: jax.Array
+    left: jax.Array
+    active: jax.Array
+    outputs: tuple[Drawn, jax.Array | None]
+    seen: Seen | None
 
 
 class DecodeOutput(NamedTuple):
@@ -379,21 +404,20 @@ class DecoderPrograms:
             caches.routes(cache, row, pages_M), self.graph.layout.replicated
         )
 
-    def decode(self, params, cache, state: DecodeState, limits):
-        """Returns (cache, DecodeState, DecodeOutput) after decoding.
+    def decode(self, params, cache, state: DecodeState, limits) -> Decoded:
+        """Returns what a decode computes.
 
         Decodes up to limits[0] steps, as long as more than limits[1] rows are active.
         """
         row_cache = caches.rows_of(cache, state.rows) if self.paged else cache
-        row_cache, after, output = self._decode_rows(params, row_cache, state, limits)
+        row_cache, *results = self._decode_rows(params, row_cache, state, limits)
         cache = caches.with_rows(cache, row_cache, state.rows) if self.paged else row_cache
         # Replicated: the host of every process reads all of the output.
-        return self.constrained(cache), *jax.lax.with_sharding_constraint(
-            (after, output), self.graph.layout.replicated
-        )
+        results = jax.lax.with_sharding_constraint(results, self.graph.layout.replicated)
+        return Decoded(self.constrained(cache), *results)
 
-    def _decode_rows(self, params, cache, state: DecodeState, limits):
-        """Returns (cache, DecodeState, DecodeOutput) after decoding on a cache of s rows."""
+    def _decode_rows(self, params, cache, state: DecodeState, limits) -> Decoded:
+        """Decodes on a cache of s rows."""
         s = state.token.shape[0]
         K = self.decode_steps
         head = params.get(modes.VALUE_HEAD)
@@ -408,11 +432,11 @@ class DecoderPrograms:
             )
         no_output = no_token, no_value
 
-        def go_on(carry):
-            return (carry[0] < limits[0]) & (jnp.sum(carry[5]) > limits[1])
+        def go_on(loop: _Loop):
+            return (loop.step < limits[0]) & (jnp.sum(loop.active) > limits[1])
 
-        def decode_step(carry):
-            i, cache, token, cached, left, active, outputs, seen = carry
+        def decode_step(loop: _Loop) -> _Loop:
+            i, cache, token, cached, left, active, outputs, seen = loop
             decoder = self.graph.decoder(params)
             runtime = self.graph.runtime
             step = modes.next_token_step(cached, active, state.pages, state.deltas)
@@ -433,15 +457,15 @@ class DecoderPrograms:
             left = left - active
             still_active = active & (left > 0) & ~jnp.any(new[:, None] == state.stops, axis=1)
             seen = None if seen is None else seen.with_token(cached + 1, new, active)
-            return (
-                i + 1,
-                cache,
-                jnp.where(active, new, token),
-                cached + active,
-                left,
-                still_active,
-                outputs,
-                seen,
+            return _Loop(
+                step=i + 1,
+                cache=cache,
+                token=jnp.where(active, new, token),
+                cached=cached + active,
+                left=left,
+                active=still_active,
+                outputs=outputs,
+                seen=seen,
             )
 
         with self.graph.precision():
@@ -449,25 +473,25 @@ class DecoderPrograms:
                 lambda none: jnp.broadcast_to(jnp.asarray(none), (K, s, *none.shape)), no_output
             )
             seen = state.seen(self.graph.config.vocab_size)
-            start = (
-                0,
-                cache,
-                state.token,
-                state.cached,
-                state.left,
-                state.active != 0,
-                blank,
-                seen,
+            start = _Loop(
+                step=0,
+                cache=cache,
+                token=state.token,
+                cached=state.cached,
+                left=state.left,
+                active=state.active != 0,
+                outputs=blank,
+                seen=seen,
             )
-            _, cache, token, cached, left, active, (drawn, values), seen = jax.lax.while_loop(
-                go_on, decode_step, start
-            )
+            end = jax.lax.while_loop(go_on, decode_step, start)
         after = replace(
-            state, token=token, cached=cached, left=left, active=active.astype(jnp.int32)
+            state,
+            token=end.token,
+            cached=end.cached,
+            left=end.left,
+            active=end.active.astype(jnp.int32),
         )
-        after = after.with_history(seen)
-        return (
-            cache,
-            after,
-            DecodeOutput(drawn.tokens, drawn.logprobs, drawn.tokens >= 0, values, *drawn[2:]),
-        )
+        after = after.with_history(end.seen)
+        drawn, values = end.outputs
+        output = DecodeOutput(drawn.tokens, drawn.logprobs, drawn.tokens >= 0, values, *drawn[2:])
+        return Decoded(end.cache, after, output)

@@ -83,6 +83,14 @@ class Drawn(NamedTuple):
     kept_counts: Any = None
 
 
+class FilterRecord(NamedTuple):
+    """The last three fields of `Drawn`."""
+
+    filtered_logprobs: jax.Array
+    kept: jax.Array
+    kept_counts: jax.Array
+
+
 def kept_ids(mask_SV: jax.Array, K: int) -> tuple[jax.Array, jax.Array]:
     """Returns (the first K ids of each row's mask int32[S, K], padded with -1; how many it has
     int32[S])."""
@@ -198,13 +206,12 @@ def choose(
     logprobs = _logprobs_of(logits_SV, new)
     if recorded is None:
         return Drawn(new, logprobs)
-    filtered_logprobs, kept, counts = recorded
     return Drawn(
         new,
         logprobs,
-        jnp.where(_is_cut(draws, forbids_S), filtered_logprobs, logprobs),
-        kept,
-        counts,
+        jnp.where(_is_cut(draws, forbids_S), recorded.filtered_logprobs, logprobs),
+        recorded.kept,
+        recorded.kept_counts,
     )
 
 
@@ -214,8 +221,8 @@ def _logprobs_of(logits_SV: jax.Array, tokens_S: jax.Array) -> jax.Array:
 
 def _recorded(
     filtered_SV: jax.Array, tokens_S: jax.Array, draws: Draws, K: int, forbids_S: jax.Array | None
-) -> tuple[jax.Array, ...]:
-    """Returns `filtered_logprobs`, `kept` and `kept_counts` of Drawn. forbids_S: whether logits
+) -> FilterRecord:
+    """Returns what the filters leave of each row's distribution. forbids_S: whether logits
     processors forbid tokens of a row; None: there are none. With them, a row of which more than K
     ids are kept and at most K left out has those."""
 
@@ -226,7 +233,7 @@ def _recorded(
             named = jnp.where(out >= 0, -2 - out, -1)
             kept = jnp.where(((counts > K) & (number <= K))[:, None], named, kept)
         is_cut = _is_cut(draws, forbids_S)
-        return (
+        return FilterRecord(
             _logprobs_of(filtered_SV, tokens_S),
             jnp.where(is_cut[:, None], kept, -1),
             jnp.where(is_cut, counts, 0),
@@ -242,5 +249,9 @@ def _is_cut(draws: Draws, forbids_S: jax.Array | None) -> jax.Array:
     return draws.has_filter if forbids_S is None else draws.has_filter | forbids_S
 
 
-def _unrecorded(S: int, K: int) -> tuple[jax.Array, ...]:
-    return jnp.zeros(S, jnp.float32), jnp.full((S, K), -1, jnp.int32), jnp.zeros(S, jnp.int32)
+def _unrecorded(S: int, K: int) -> FilterRecord:
+    return FilterRecord(
+        filtered_logprobs=jnp.zeros(S, jnp.float32),
+        kept=jnp.full((S, K), -1, jnp.int32),
+        kept_counts=jnp.zeros(S, jnp.int32),
+    )

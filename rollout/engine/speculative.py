@@ -35,7 +35,7 @@ from policy.cache.step import Step
 from policy.config import DecoderConfig, MultiTokenPrediction
 from policy.heads.multi_token_prediction import predict
 from policy.model import Graph
-from rollout.engine.programs import DecodeOutput, DecoderPrograms, DecodeState
+from rollout.engine.programs import Decoded, DecodeOutput, DecoderPrograms, DecodeState
 from rollout.engine.sampling import Drawn, choose
 from rollout.logits_processors import Seen
 from rollout.types import GeneratorOptions
@@ -98,7 +98,8 @@ class SpeculativePrograms(DecoderPrograms):
 
     def __init__(self, graph: Graph, options: GeneratorOptions, slots: int, max_length: int):
         modules = check(graph.config).depth
-        self.drafts, self.lookahead_tokens = options.speculative, min(options.speculative, modules)
+        self.drafts = options.speculative
+        self.lookahead_tokens = min(options.speculative, modules)
         self._window = self.drafts + self.lookahead_tokens
         self.recent = self._window + 1
         super().__init__(graph, options, slots, max_length)
@@ -117,11 +118,9 @@ class SpeculativePrograms(DecoderPrograms):
 
         tokens_PC has `lookahead_tokens` more tokens: module k reads the token k positions later.
         """
-        C, runtime, (main, drafts) = (
-            tokens_PC.shape[1] - self.lookahead_tokens,
-            self.graph.runtime,
-            cache,
-        )
+        C = tokens_PC.shape[1] - self.lookahead_tokens
+        runtime = self.graph.runtime
+        main, drafts = cache
         layers = []
         with self.graph.precision():
             decoder = self.graph.decoder(params)
@@ -147,7 +146,7 @@ class SpeculativePrograms(DecoderPrograms):
     def routes(self, cache, row, pages_M):
         return super().routes(cache[0], row, pages_M)
 
-    def _decode_rows(self, params, cache, state: DecodeState, limits):
+    def _decode_rows(self, params, cache, state: DecodeState, limits) -> Decoded:
         S = state.token.shape[0]
         N = self.decode_steps * (self.drafts + 1)
 
@@ -184,11 +183,8 @@ class SpeculativePrograms(DecoderPrograms):
         tokens, logprobs, *recorded = (
             None if a is None else jnp.swapaxes(a, 0, 1) for a in loop.drawn
         )
-        return (
-            loop.cache,
-            after,
-            DecodeOutput(tokens, logprobs, loop.starts_step.T, None, *recorded),
-        )
+        output = DecodeOutput(tokens, logprobs, loop.starts_step.T, None, *recorded)
+        return Decoded(loop.cache, after, output)
 
     def _no_tokens(self, S: int, N: int) -> Drawn:
         """Returns the output of a decode before its first token, [S, N]."""
@@ -241,7 +237,8 @@ class SpeculativePrograms(DecoderPrograms):
     def _verify(self, decoder, loop: _State, drafted, state: DecodeState) -> _State:
         """Returns the loop's state after a decoding step: the decoder's tokens up to the first that
         was not drafted."""
-        (main, drafts), T = loop.cache, self.drafts + 1
+        main, drafts = loop.cache
+        T = self.drafts + 1
         S = drafted.shape[0]
         offset = jnp.arange(T)
         fed = jnp.concatenate([loop.recent[:, -1:], drafted], axis=1)

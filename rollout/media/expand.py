@@ -18,7 +18,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -217,7 +217,7 @@ def expand_text(
     read a kind, for a size that it cannot represent, and if the tokenizer does not know the token
     of a row.
     """
-    pieces, starts, ordered = _replaced(text, references, processors)
+    pieces, starts, ordered = _with_replacements(text, references, processors)
     groups = [processors.of(each.kind).items(each.digest, each.size) for each in ordered]
     encoded = tokenizer("".join(pieces), add_special_tokens=False, return_offsets_mapping=True)
     tokens = np.asarray(encoded["input_ids"], np.int32)
@@ -237,14 +237,20 @@ def expand_text(
     )
 
 
-def _replaced(
-    text: str, references: Sequence[Reference], processors: Processors
-) -> tuple[list[str], list[int], list[Reference]]:
-    """Returns (pieces of the expanded text, the character of `text` where each begins, references
-    in their order).
+class Pieces(NamedTuple):
+    """An expanded text: its pieces, which alternate between text and the replacement of a marker,
+    the character of the text before the expansion where each begins, and the references of the
+    markers in order."""
 
-    Pieces alternate between text and the replacement of a marker.
-    """
+    texts: list[str]
+    starts: list[int]
+    references: list[Reference]
+
+
+def _with_replacements(
+    text: str, references: Sequence[Reference], processors: Processors
+) -> Pieces:
+    """Replaces the markers of a rendered text."""
     waiting: dict[Kind, list[Reference]] = {
         kind: [r for r in references if r.kind == kind] for kind in KINDS
     }
@@ -260,7 +266,7 @@ def _replaced(
                 f"{processor.marker!r}; each needs one part in the messages"
             )
     if not markers:
-        return [text], [0], []
+        return Pieces([text], [0], [])
     pieces = []
     starts = []
     ordered = []
@@ -277,7 +283,7 @@ def _replaced(
         starts += [end, match.start()]
         ordered.append(reference)
         end = match.end()
-    return [*pieces, text[end:]], [*starts, end], ordered
+    return Pieces([*pieces, text[end:]], [*starts, end], ordered)
 
 
 def _index(

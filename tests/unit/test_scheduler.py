@@ -13,7 +13,12 @@ import rollout.engine.prefix_index
 import rollout.engine.scheduler
 from rollout import SamplingParams
 from rollout.engine.active_batch import ActiveBatch
-from rollout.engine.cache_manager import CacheGeometry, ContiguousCacheManager, PagedCacheManager
+from rollout.engine.cache_manager import (
+    CachedPrefix,
+    CacheGeometry,
+    ContiguousCacheManager,
+    PagedCacheManager,
+)
 from rollout.engine.engine import Engine
 from rollout.engine.page_allocator import PageAllocator
 from rollout.engine.prefixes import Copies, PinStates, RestoreStates
@@ -725,7 +730,7 @@ def test_a_batch_is_packed_and_scattered_back():
 class Searched(PagedCacheManager):
     """PagedCacheManager that look for a prefix slot by slot."""
 
-    def _find(self, shard, tokens):
+    def _longest(self, shard, tokens):
         begun = self._last_started.get(tokens, -1) if tokens else -1
         if (
             begun >= 0
@@ -733,7 +738,7 @@ class Searched(PagedCacheManager):
             and self.shard_of(begun) == shard
             and self._tokens[begun] == tokens
         ):
-            return begun, len(tokens), []
+            return CachedPrefix(begun, len(tokens), [])
         pages = self._allocators[shard].find(tokens) if self.supports_truncation else []
         known, best = len(pages) * self._allocators[shard].size, (0, 0)
         for slot, held in enumerate(self._tokens):
@@ -746,7 +751,9 @@ class Searched(PagedCacheManager):
             if self.supports_truncation or same == len(tokens) == len(held):
                 best = max(best, (same, -slot))
         enough = best[0] > known and best[0] >= min(3, max(1, len(tokens)))
-        return (-best[1], best[0], []) if enough else (-1, known, pages)
+        if enough:
+            return CachedPrefix(-best[1], best[0], [])
+        return CachedPrefix(-1, known, pages)
 
 
 class SearchedContiguous(ContiguousCacheManager):
