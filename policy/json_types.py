@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias, Union
+from typing import Any, TypeAlias, Union
 
 JsonValue: TypeAlias = Union[
     None, bool, int, float, str, "Sequence[JsonValue]", "Mapping[str, JsonValue]"
@@ -11,6 +11,8 @@ JsonValue: TypeAlias = Union[
 """A decoded value. Lists and mappings are read-only, so that a `list[str]` is one too."""
 JsonObject: TypeAlias = Mapping[str, JsonValue]
 """A decoded object: a record, a line of a file of rows, a section of a configuration."""
+DecodedKeys: TypeAlias = Mapping[str, Any]
+"""The keys of a configuration file of transformers, whose readers know the type of each value."""
 
 
 def as_object(value: object) -> JsonObject:

@@ -20,6 +20,7 @@ from rollout.types import Group, ProblemLike, Segment, Trajectory
 
 if TYPE_CHECKING:
     from rollout.generator import Generator
+    from rollout.request import MediaPrompt
     from rollout.types import SamplingParams
 
 
@@ -104,7 +105,7 @@ def collect(
     params: SamplingParams,
     prompt_ids: Sequence[int],
     version: int = 0,
-    prompts: Sequence[Any] | None = None,
+    prompts: Sequence[str | Sequence[int] | MediaPrompt] | None = None,
 ) -> Rollouts:
     """Completes the prompts with weights of this `version`, and starts to compute the rewards.
     prompts: the problems as the generator takes them; None: their ids.

@@ -27,6 +27,7 @@ from rollout.engine.runner import ModelRunner, Widths
 from rollout.engine.weights import RolloutWeights
 from rollout.request import MediaPrompt, Queue, Request
 from rollout.text.chat import render_prompt
+from rollout.text.interface import Tokenizer
 from rollout.text.spelling import decode_after
 from rollout.text.tokenizer import bad_word_tokens, first_stop
 from rollout.types import Completion, GeneratorOptions, SamplingParams
@@ -62,7 +63,7 @@ class Generator:
         max_length: int = 256,
         slots: int = 16,
         seed: int = 0,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         options: GeneratorOptions = GeneratorOptions(),
     ):
         """Raises ValueError for sizes and options that do not fit the model."""
@@ -427,7 +428,7 @@ class Generator:
 
 
 def _first_stop(
-    tokenizer: Any, tokens: list[int], before: int, params: SamplingParams
+    tokenizer: Tokenizer, tokens: list[int], before: int, params: SamplingParams
 ) -> int | None:
     return first_stop(tokenizer, tokens, before, params.stop, params.min_tokens)
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from rollout.request import Request
 
@@ -140,9 +141,9 @@ class LogitsProcessors:
 
     history: Any
     prompt_lengths: Any
-    min_tokens: Any
+    min_tokens: ArrayLike
     ends: Any
-    bias_tokens: Any
+    bias_tokens: ArrayLike
     biases: Any
     words: Any
     repetition: Any = None
@@ -258,6 +259,6 @@ def _no_tokens(*shape: int) -> np.ndarray:
     return np.full(shape, NO_TOKEN, np.int32)
 
 
-def _or_dropped(tokens: Any, V: int) -> jax.Array:
+def _or_dropped(tokens: ArrayLike, V: int) -> jax.Array:
     """Returns the token ids with V, which a scatter drops, for NO_TOKEN."""
     return jnp.where(jnp.asarray(tokens) < 0, V, tokens)

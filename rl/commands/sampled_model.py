@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import sys
 from dataclasses import dataclass, fields, replace
@@ -250,7 +249,7 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
     sampling parameters.
     """
     from rollout import SamplingParams
-    from rollout.text.chat import with_variables
+    from rollout.text.chat import with_variables_alone
     from rollout.text.tokenizer import bad_word_tokens
 
     names = {field.name for field in fields(SamplingParams)}
@@ -261,9 +260,7 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
         raise ConfigError(str(error)) from None
     variables = _template_variables(Path(arguments.model), arguments.template_variables)
     source = _source(arguments.model, vars(arguments).get("step"))
-    tokenizer = copy.copy(source.tokenizer)
-    tokenizer.template_variables = {}
-    tokenizer = with_variables(tokenizer, **variables)
+    tokenizer = with_variables_alone(source.tokenizer, variables)
     try:
         bad_word_tokens(tokenizer, params.bad_words)
     except ValueError as error:

@@ -18,7 +18,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from rollout.media.processors import Processors
 from rollout.media.reference import Reference
 from rollout.text import chat
 from rollout.text.chat import Messages, render_text
+from rollout.text.interface import Tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +84,7 @@ class Expanded:
 
 
 def expand(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     messages: Messages,
     references: Sequence[Reference],
     processors: Processors,
@@ -105,7 +106,10 @@ def expand(
 
 
 def expand_prompt(
-    tokenizer: Any, messages: Messages, references: Sequence[Reference], processors: Processors
+    tokenizer: Tokenizer,
+    messages: Messages,
+    references: Sequence[Reference],
+    processors: Processors,
 ) -> Expanded:
     """Converts a prompt as `chat.render_prompt` does. Raises MediaError and ChatError as `expand`
     and that function."""
@@ -115,7 +119,7 @@ def expand_prompt(
 
 
 def expand_answer(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     messages: Messages,
     references: Sequence[Reference],
     processors: Processors,
@@ -132,7 +136,7 @@ def expand_answer(
 
 
 def expand_conversation(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     messages: Messages,
     references: Sequence[Reference],
     processors: Processors,
@@ -156,7 +160,7 @@ def expand_conversation(
 
 
 def _expand_rendered(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     rendered: chat.Rendered,
     messages: Messages,
     references: Sequence[Reference],
@@ -209,7 +213,7 @@ def refuse_reserved(messages: Messages, processors: Processors) -> None:
 
 
 def expand_text(
-    tokenizer: Any, text: str, references: Sequence[Reference], processors: Processors
+    tokenizer: Tokenizer, text: str, references: Sequence[Reference], processors: Processors
 ) -> Expanded:
     """Replaces the markers of a rendered text by the tokens of `references`, and tokenizes.
 
@@ -287,7 +291,7 @@ def _with_replacements(
 
 
 def _index(
-    tokenizer: Any, tokens: np.ndarray, items: Sequence[Item], processors: Processors
+    tokenizer: Tokenizer, tokens: np.ndarray, items: Sequence[Item], processors: Processors
 ) -> np.ndarray:
     """Numbers the tokens of rows. Raises MediaError if they are not as many as the rows of the
     items."""

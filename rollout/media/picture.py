@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import io
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from policy.json_types import DecodedKeys
 from rollout.media.processor import MediaError, require
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 MAX_PIXELS = 89_478_485
 """Pixels of the largest picture that is opened: from there on Pillow warns of decompression
@@ -21,7 +25,10 @@ _CHANNELS = (0, 3, 4)  # of arrays: grey without an axis of channels, RGB, RGB w
 _TURNED = (5, 6, 7, 8)  # values of the EXIF orientation that swap the sides
 _PNG_BEGIN = b"\x89PNG\r\n\x1a\n"
 _JPEG_END = b"\xff\xd9"
-_ORIENTATION, _WIDTH, _HEIGHT = 0x0112, 0x0100, 0x0101  # tags of EXIF and TIFF
+# Tags of EXIF and TIFF.
+_ORIENTATION = 0x0112
+_WIDTH = 0x0100
+_HEIGHT = 0x0101
 
 
 def size(content: bytes) -> tuple[int, int]:
@@ -60,7 +67,7 @@ def decode(content: bytes) -> np.ndarray:
     return from_pillow(_open(content))
 
 
-def from_pillow(image: Any) -> np.ndarray:
+def from_pillow(image: Image.Image) -> np.ndarray:
     """Converts a Pillow image to uint8[H, W, 3] as `decode`. Raises MediaError if its pixels cannot
     be read."""
     modules = require("PIL.Image", "vision", "pictures need Pillow")
@@ -108,9 +115,7 @@ def resize(pixels_HWC: np.ndarray, height: int, width: int, resample: int) -> np
     return np.asarray(pillow.fromarray(pixels_HWC).resize((width, height), resample=resample))
 
 
-def levels(
-    stored: Mapping[str, Any], mean: tuple[float, ...], std: tuple[float, ...]
-) -> np.ndarray:
+def levels(stored: DecodedKeys, mean: tuple[float, ...], std: tuple[float, ...]) -> np.ndarray:
     """Returns float32[C, 256]: the value of each grey level after `do_rescale` and `do_normalize`
     of a processor.
 
@@ -159,7 +164,7 @@ def _open(content: bytes) -> Any:
     return image
 
 
-def _looks_complete(image: Any, content: bytes) -> bool:
+def _looks_complete(image: Image.Image, content: bytes) -> bool:
     match image.format:
         case "JPEG" | "MPO":
             return content.endswith(_JPEG_END)
@@ -193,7 +198,7 @@ def _check_pixels(one: int, other: int) -> None:
         )
 
 
-def _orientation(image: Any) -> int:
+def _orientation(image: Image.Image) -> int:
     """Returns the EXIF orientation, 1 to 8. Reads no pixels: Pillow's own method for PNG files
     would decode them."""
     pillow = require("PIL.Image", "vision", "pictures need Pillow")
@@ -204,7 +209,7 @@ def _orientation(image: Any) -> int:
     return number if number in range(1, 9) else 1
 
 
-def _transposition(pillow: Any, orientation: int) -> Any:
+def _transposition(pillow: ModuleType, orientation: int) -> Any:
     names = pillow.Transpose
     return {
         2: names.FLIP_LEFT_RIGHT,
@@ -217,7 +222,7 @@ def _transposition(pillow: Any, orientation: int) -> Any:
     }.get(orientation)
 
 
-def _rgb(pillow: Any, image: Any) -> np.ndarray:
+def _rgb(pillow: ModuleType, image: Image.Image) -> np.ndarray:
     if image.mode in ("I", "F"):
         raise MediaError(
             "32-bit grey levels have no known range; save the picture with 8 or 16 bits"

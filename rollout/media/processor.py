@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from policy.media import Item, Kind
+from rollout.text.interface import Tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -90,7 +91,7 @@ class Processor:
         )
 
 
-def special(tokenizer: Any, name: str, default: str | None = None) -> str:
+def special(tokenizer: Tokenizer, name: str, default: str | None = None) -> str:
     """Returns the special token `name` of a tokenizer, such as `image_token`.
 
     default: the token of a tokenizer that names none.

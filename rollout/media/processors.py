@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from policy.json_types import DecodedKeys
 from rewards.suggest import nearest
 from rollout.media import families
 from rollout.media.processor import NOUNS, Kind, MediaError, Processor
+from rollout.text.interface import Tokenizer
 
-_Reader = Callable[[Mapping[str, Any], Mapping[str, Any], Any], Processor]
+_Reader = Callable[[DecodedKeys, DecodedKeys, Tokenizer], Processor]
 
 _FILES = [
     importlib.import_module(f"{families.__name__}.{each.name}")
@@ -74,7 +76,7 @@ class ProcessorConfigs:
         both = ((self.image, "image_processor_type"), (self.audio, "feature_extractor_type"))
         return tuple(_class(stored, key) for stored, key in both if stored is not None)
 
-    def processors(self, tokenizer: Any, where: str) -> Processors:
+    def processors(self, tokenizer: Tokenizer, where: str) -> Processors:
         """Returns the processors; the markers are those of the tokenizer.
 
         where: the model, for messages.
@@ -95,9 +97,7 @@ class ProcessorConfigs:
             raise MediaError(f"{where}: {error}") from None
 
 
-def stored(
-    model: Mapping[str, Any], nested: Mapping[str, Any], flat: Mapping[str, Any]
-) -> ProcessorConfigs:
+def stored(model: DecodedKeys, nested: DecodedKeys, flat: DecodedKeys) -> ProcessorConfigs:
     """Returns the processors by the contents of config.json, processor_config.json and
     preprocessor_config.json."""
     # Keys that a processor needs of the model: patches of Gemma 3, attention of Gemma 4.
@@ -119,7 +119,7 @@ def of_directory(directory: Path) -> ProcessorConfigs:
     return stored(*(_stored(directory / name) for name in names))
 
 
-def read(directory: Path, tokenizer: Any) -> Processors:
+def read(directory: Path, tokenizer: Tokenizer) -> Processors:
     """Reads the processors of a model's directory. The markers are those of its tokenizer.
 
     Raises MediaError for a directory without a processor, for a class that is not supported, and
@@ -140,14 +140,14 @@ def read(directory: Path, tokenizer: Any) -> Processors:
     return files.processors(tokenizer, str(directory))
 
 
-def _reader(stored: Mapping[str, Any], key: str) -> _Reader:
+def _reader(stored: DecodedKeys, key: str) -> _Reader:
     name = _class(stored, key)
     if name not in _READERS:
         raise MediaError(f"unknown {key} {name!r}{nearest(name, _READERS)}")
     return _READERS[name]
 
 
-def _class(stored: Mapping[str, Any], key: str) -> str:
+def _class(stored: DecodedKeys, key: str) -> str:
     name = str(stored.get(key, "None"))
     for suffix in _SUFFIXES:
         name = name.removesuffix(suffix)

@@ -74,7 +74,7 @@ def decode(
     return Reference(kind, digest, size, source).decode()
 
 
-def refer(kind: Kind, value: Any, base: Path, where: str = "") -> Reference:
+def refer(kind: Kind, value: object, base: Path, where: str = "") -> Reference:
     """Makes a reference from a value of a row.
 
     value: a path, bytes, a data URI, an array uint8[H, W, 3], a Pillow image, or a mapping that

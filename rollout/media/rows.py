@@ -42,7 +42,7 @@ _VIDEO = ("video", "videos")
 Messages = list[dict[str, Any]]
 
 
-def first_kind(content: Any) -> Kind | None:
+def first_kind(content: object) -> Kind | None:
     """Returns the kind of the first part of a content that is a picture or a sound; None: it has
     none."""
     parts = content if isinstance(content, (list, tuple)) else ()
@@ -60,7 +60,7 @@ class _Row:
     columns: dict[Kind, list[Any]]
     payloads: list[tuple[Kind, Any]] = field(default_factory=list)
 
-    def part(self, kind: Kind, payload: Any = None) -> dict[str, Any]:
+    def part(self, kind: Kind, payload: object = None) -> dict[str, Any]:
         self.payloads.append((kind, payload))
         return {"type": kind}
 
@@ -70,7 +70,10 @@ class _Row:
 
 
 def normalise(
-    prompt: str | Sequence[Mapping[str, Any]], columns: Mapping[str, Any], where: str, base: Path
+    prompt: str | Sequence[Mapping[str, object]],
+    columns: Mapping[str, object],
+    where: str,
+    base: Path,
 ) -> tuple[str | Messages, tuple[Reference, ...]]:
     """Returns (prompt, references; those of a kind in the order of their parts).
 
@@ -101,7 +104,7 @@ def normalise(
     return messages, _references(row, where, base)
 
 
-def _column(kind: Kind, columns: Mapping[str, Any]) -> list[Any]:
+def _column(kind: Kind, columns: Mapping[str, object]) -> list[Any]:
     names = [name for name in COLUMNS[kind] if _filled(columns.get(name))]
     if len(names) > 1:
         raise MediaError(
@@ -116,11 +119,11 @@ def _column(kind: Kind, columns: Mapping[str, Any]) -> list[Any]:
     return values
 
 
-def _filled(value: Any) -> bool:
+def _filled(value: object) -> bool:
     return value is not None and (isinstance(value, np.ndarray) or value not in ([], (), ""))
 
 
-def _content(row: _Row, number: int, message: Mapping[str, Any]) -> str | list[dict[str, Any]]:
+def _content(row: _Row, number: int, message: Mapping[str, object]) -> str | list[dict[str, Any]]:
     """Returns the content of a message in the normal form."""
     content = message.get("content")
     before = len(row.payloads)
@@ -140,7 +143,7 @@ def _content(row: _Row, number: int, message: Mapping[str, Any]) -> str | list[d
     return parts
 
 
-def _part(row: _Row, number: int, part: Any) -> list[dict[str, Any]]:
+def _part(row: _Row, number: int, part: object) -> list[dict[str, Any]]:
     if isinstance(part, str):
         return _split(row, part)
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import os.path
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollout.text.interface import Messages, Tokenizer
 from rollout.text.spelling import encode_after
-
-Messages = Sequence[dict[str, Any]]
 
 
 class ChatError(ValueError):
@@ -22,7 +21,7 @@ class ChatError(ValueError):
 
 
 def render_prompt(
-    tokenizer: Any, prompt: str | Messages, add_generation_prompt: bool = True
+    tokenizer: Tokenizer, prompt: str | Messages, add_generation_prompt: bool = True
 ) -> list[int]:
     """Converts a prompt to token ids.
 
@@ -72,7 +71,7 @@ class _Turn:
     end: int
 
 
-def render_turns(tokenizer: Any, messages: Messages, first: int = 0) -> list[Rendered]:
+def render_turns(tokenizer: Tokenizer, messages: Messages, first: int = 0) -> list[Rendered]:
     """Renders a conversation so that each turn of the assistant stands as it did when it was
     sampled.
 
@@ -131,7 +130,7 @@ def _end_in(text: str, turn: _Turn, eos: str) -> int | None:
     return len(shorter) if has_own_end and text.startswith(shorter) else None
 
 
-def render_answer(tokenizer: Any, messages: Messages, first: int) -> Rendered:
+def render_answer(tokenizer: Tokenizer, messages: Messages, first: int) -> Rendered:
     """Renders a prompt of `first` messages with its answer. Raises ChatError as `render_turns`, and
     if the template changes a turn of the answer when it writes the next."""
     renderings = render_turns(tokenizer, messages, first)
@@ -143,7 +142,7 @@ def render_answer(tokenizer: Any, messages: Messages, first: int) -> Rendered:
     return renderings[0]
 
 
-def encode_rendered(tokenizer: Any, rendered: Rendered) -> tuple[list[int], list[int]]:
+def encode_rendered(tokenizer: Tokenizer, rendered: Rendered) -> tuple[list[int], list[int]]:
     """Converts a rendering to (ids, mask). The mask is 1 on the tokens of its spans.
 
     Raises ChatError for two beginnings of sequence, and for a tokenizer that does not say where its
@@ -173,7 +172,7 @@ def mask_of(spans: Sequence[tuple[int, int]], starts: Iterable[int]) -> list[int
 
 
 def encode_conversation(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     messages: Messages,
     train_on: str = "assistant",
     history: str = "template",
@@ -200,7 +199,7 @@ def encode_conversation(
 
 
 def trained_renderings(
-    tokenizer: Any, messages: Messages, train_on: str, history: str, first: int = 0
+    tokenizer: Tokenizer, messages: Messages, train_on: str, history: str, first: int = 0
 ) -> list[Rendered]:
     """Returns the renderings of a conversation that are trained on; arguments and errors as
     `encode_conversation`."""
@@ -222,7 +221,7 @@ def trained_renderings(
 
 
 def encode_completion(
-    tokenizer: Any, prompt: str | Messages, completion: str, train_on: str = "assistant"
+    tokenizer: Tokenizer, prompt: str | Messages, completion: str, train_on: str = "assistant"
 ) -> tuple[list[int], list[int]]:
     """Converts a prompt and its completion to (ids, mask). A plain prompt is tokenized exactly as
     `render_prompt` does for sampling. The mask covers the completion with its end of sequence;
@@ -249,7 +248,7 @@ def all_but_first(length: int) -> list[int]:
 
 
 def encode_answer(
-    tokenizer: Any, prompt: str | Messages, answer: str | Messages
+    tokenizer: Tokenizer, prompt: str | Messages, answer: str | Messages
 ) -> tuple[list[int], list[int]]:
     """Converts a prompt and an answer to (ids, mask). The mask covers the answer; in an answer of
     messages, the turns of the assistant."""
@@ -263,7 +262,7 @@ def encode_answer(
     return prompt_ids + answer_ids, [0] * len(prompt_ids) + [1] * len(answer_ids)
 
 
-def render_text(tokenizer: Any, messages: Messages, add_generation_prompt: bool) -> str:
+def render_text(tokenizer: Tokenizer, messages: Messages, add_generation_prompt: bool) -> str:
     """Renders messages as text with the chat template. Raises ChatError without one, and where it
     refuses the messages.
     """
@@ -302,7 +301,7 @@ def render_text(tokenizer: Any, messages: Messages, add_generation_prompt: bool)
 _PROBE = [{"role": "user", "content": "DuetProbe"}]
 
 
-def _wants_parts(tokenizer: Any) -> bool:
+def _wants_parts(tokenizer: Tokenizer) -> bool:
     """Returns whether the chat template writes contents only as lists of parts (Idefics 3,
     LLaVA)."""
     template = tokenizer.chat_template
@@ -313,11 +312,11 @@ def _wants_parts(tokenizer: Any) -> bool:
         answer = not _writes_probe(tokenizer, _PROBE) and _writes_probe(
             tokenizer, _in_parts(_PROBE)
         )
-        tokenizer.wants_parts = (template, answer)
+        vars(tokenizer)["wants_parts"] = (template, answer)
     return answer
 
 
-def _writes_probe(tokenizer: Any, messages: list[dict[str, Any]]) -> bool:
+def _writes_probe(tokenizer: Tokenizer, messages: Messages) -> bool:
     try:
         return "DuetProbe" in tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception:  # a template is a program, which fails in any way
@@ -325,21 +324,26 @@ def _writes_probe(tokenizer: Any, messages: list[dict[str, Any]]) -> bool:
 
 
 def _in_parts(messages: Messages) -> list[dict[str, Any]]:
-    def parts(content: Any) -> Any:
+    def parts(content: object) -> object:
         return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
     return [{**message, "content": parts(message["content"])} for message in messages]
 
 
-def with_variables(tokenizer: Any, **variables: Any) -> Any:
+def with_variables(tokenizer: Tokenizer, **variables: object) -> Tokenizer:
     """Returns the tokenizer with variables of its chat template, such as `tools`, besides those
     that it has."""
-    other = copy.copy(tokenizer)
-    other.template_variables = {**_variables(tokenizer), **variables}
+    return with_variables_alone(tokenizer, {**_variables(tokenizer), **variables})
+
+
+def with_variables_alone(tokenizer: Tokenizer, variables: Mapping[str, object]) -> Tokenizer:
+    """Returns the tokenizer with these variables of its chat template, and no others."""
+    other: Any = copy.copy(tokenizer)  # which gets an attribute of its own
+    other.template_variables = dict(variables)
     return other
 
 
-def _variables(tokenizer: Any) -> dict[str, Any]:
+def _variables(tokenizer: Tokenizer) -> dict[str, Any]:
     return getattr(tokenizer, "template_variables", {})
 
 
@@ -351,7 +355,7 @@ def _reads_tools(templates: str | dict[str, str]) -> bool:
     return "tools" in templates
 
 
-def _turn(tokenizer: Any, messages: Messages, number: int) -> _Turn:
+def _turn(tokenizer: Tokenizer, messages: Messages, number: int) -> _Turn:
     """Renders the conversation up to a turn of the assistant, and finds the turn in it."""
     prompted = render_text(tokenizer, messages[:number], True) if number else ""
     text = render_text(tokenizer, messages[: number + 1], False)
@@ -401,14 +405,14 @@ def _place_of(content: str, text: str, prompted: str, question: str) -> int:
     return text.find(content, len(question)) if place < 0 else place
 
 
-def _last_text(content: str | list[dict[str, Any]] | None) -> str:
+def _last_text(content: str | list | None) -> str:
     """Returns the text of a content behind its reasoning, which templates may drop."""
     if isinstance(content, list):
         content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
     return (content or "").rpartition("</think>")[2].strip()
 
 
-def check_one_beginning(tokenizer: Any, ids: Sequence[int]) -> None:
+def check_one_beginning(tokenizer: Tokenizer, ids: Sequence[int]) -> None:
     """Raises ChatError for token ids that begin with two beginnings of sequence."""
     beginning = tokenizer.bos_token_id
     if beginning is not None and len(ids) > 1 and ids[0] == ids[1] == beginning:

@@ -3,14 +3,14 @@ section 2.2)."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+
+from rollout.text.interface import Tokenizer
 
 _LONE_SPACE = "\ue000"  # from the private use area, so that it occurs in no text
 
 
-def token_classes(tokenizer: Any, size: int) -> tuple[np.ndarray, int]:
+def token_classes(tokenizer: Tokenizer, size: int) -> tuple[np.ndarray, int]:
     """Returns (int32[size]: the class of each token id, number of classes). Classes are numbered by
     their first tokens.
 

@@ -7,8 +7,8 @@ A directory of a model has its own tokenizer, which knows them already.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
+from rollout.text.interface import Tokenizer
 from rollout.text.tokenizer import MediaTokens
 
 _QWEN = MediaTokens(
@@ -97,7 +97,7 @@ def joined(classes: Iterable[str]) -> MediaTokens | None:
     return MediaTokens(names, {kind: text for part in parts for kind, text in part.written.items()})
 
 
-def ids(config: Mapping[str, Any], tokenizer: Any) -> dict[str, int]:
+def ids(config: Mapping[str, object], tokenizer: Tokenizer) -> dict[str, int]:
     """Returns the keys of `config` (config.json) that hold ids of such tokens, with the ids of the
     tokenizer.
 
@@ -105,7 +105,7 @@ def ids(config: Mapping[str, Any], tokenizer: Any) -> dict[str, int]:
     """
     known = {key: getattr(tokenizer, name, None) for key, name in _KEYS.items() if key in config}
     return {
-        key: int(tokenizer.convert_tokens_to_ids(str(token)))
+        key: number
         for key, token in known.items()
-        if token is not None
+        if token is not None and (number := tokenizer.convert_tokens_to_ids(str(token))) is not None
     }

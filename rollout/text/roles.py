@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+
+from rollout.text.interface import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _CLOSE = 0.6
@@ -17,7 +18,7 @@ def misspelt(role: str) -> str | None:
     return close[0] if close and role not in ROLES else None
 
 
-def unusual_role(role: str, tokenizer: Any) -> str | None:
+def unusual_role(role: str, tokenizer: Tokenizer) -> str | None:
     """Returns what is wrong with a role that neither ROLES nor the chat template of the tokenizer
     names, or None."""
     template = str(getattr(tokenizer, "chat_template", None) or "")

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from rollout.text.interface import Tokenizer
 
 _PROBES = ("a", "0", ".")
 _BEFORE = ("\n", "=", "a", "0")
@@ -18,7 +19,7 @@ _BEFORE = ("\n", "=", "a", "0")
 SentencePiece."""
 
 
-def encode_after(tokenizer: Any, text: str) -> list[int]:
+def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
     """Returns the tokens of a text that follows another text, without special tokens."""
     alone = list(tokenizer.encode(text, add_special_tokens=False))
     if not text or not _habits(tokenizer).writes_space:
@@ -35,7 +36,9 @@ def encode_after(tokenizer: Any, text: str) -> list[int]:
     return alone
 
 
-def decode_after(tokenizer: Any, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+def decode_after(
+    tokenizer: Tokenizer, ids: Sequence[int], skip_special_tokens: bool = False
+) -> str:
     """Returns the text of tokens that follow others."""
     anchor = _habits(tokenizer).anchor
     if not anchor:
@@ -55,7 +58,7 @@ class _Habits:
 
 
 @functools.lru_cache(maxsize=8)
-def _habits(tokenizer: Any) -> _Habits:
+def _habits(tokenizer: Tokenizer) -> _Habits:
     """Encodes a letter and decodes it once and twice."""
     for probe in _PROBES:
         ids = tokenizer.encode(probe, add_special_tokens=False)

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout.text.interface import Tokenizer
 from rollout.text.spelling import decode_after, encode_after
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import decoders, models, pre_tokenizers
 
 SPECIALS = (
     "<pad>",
@@ -86,7 +87,7 @@ def load_tokenizer(
     alphabet: str | None = None,
     chat_template: str | Path | None = None,
     media: MediaTokens | None = None,
-) -> PreTrainedTokenizerFast:
+) -> Tokenizer:
     """Builds or loads a tokenizer.
 
     Args:
@@ -103,6 +104,7 @@ def load_tokenizer(
     """
     if (source == "characters") != (alphabet is not None):
         raise ValueError("`characters`, and no other tokenizer, needs an alphabet")
+    tokenizer: Any  # transformers makes attributes of tokens at run time
     if alphabet is not None:
         tokenizer = characters(alphabet, media)
     elif source == "bytes":
@@ -122,7 +124,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def characters(alphabet: str, media: MediaTokens | None = None) -> PreTrainedTokenizerFast:
+def characters(alphabet: str, media: MediaTokens | None = None) -> Tokenizer:
     """Builds a tokenizer with one token for each character of `alphabet`; any other character is
     <unk>."""
     from tokenizers import Regex, decoders, models, pre_tokenizers
@@ -137,7 +139,7 @@ def characters(alphabet: str, media: MediaTokens | None = None) -> PreTrainedTok
     )
 
 
-def byte_level(media: MediaTokens | None = None) -> PreTrainedTokenizerFast:
+def byte_level(media: MediaTokens | None = None) -> Tokenizer:
     """Builds a tokenizer with one token for each byte of UTF-8, so that decoding returns any text
     unchanged."""
     from tokenizers import decoders, models, pre_tokenizers
@@ -148,7 +150,7 @@ def byte_level(media: MediaTokens | None = None) -> PreTrainedTokenizerFast:
     return _wrapped(models.BPE(vocabulary, []), splitter, decoders.ByteLevel(), media)
 
 
-def stop_ids(tokenizer: Any, directory: str | Path | None = None) -> tuple[int, ...]:
+def stop_ids(tokenizer: Tokenizer, directory: str | Path | None = None) -> tuple[int, ...]:
     """Returns the tokens that end a completion: the tokenizer's end of sequence, and the ids at
     which transformers ends completions of the model in `directory`.
 
@@ -166,7 +168,7 @@ def stop_ids(tokenizer: Any, directory: str | Path | None = None) -> tuple[int, 
 
 
 def first_stop(
-    tokenizer: Any, tokens: list[int], before: int, stop: tuple[str, ...], min_tokens: int = 0
+    tokenizer: Tokenizer, tokens: list[int], before: int, stop: tuple[str, ...], min_tokens: int = 0
 ) -> int | None:
     """Returns the number of tokens up to the one, after the first `before` and the first
     `min_tokens`, that completes a string of `stop`; None if none does."""
@@ -184,7 +186,7 @@ def first_stop(
     return next(end for end in range(max(before, min_tokens) + 1, len(tokens) + 1) if has_stop(end))
 
 
-def bad_word_tokens(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+def bad_word_tokens(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     """Returns the token sequences that spell these words inside a text, each without blanks in
     front and with one.
 
@@ -201,19 +203,22 @@ def bad_word_tokens(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, 
 
 
 def _wrapped(
-    model: Any, splitter: Any, decoder: Any, media: MediaTokens | None
-) -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer
+    model: models.Model,
+    splitter: pre_tokenizers.PreTokenizer,
+    decoder: decoders.Decoder,
+    media: MediaTokens | None,
+) -> Tokenizer:
+    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer(model)
+    backend = Backend(model)
     backend.pre_tokenizer = splitter
     backend.decoder = decoder
     names = {} if media is None else dict(media.names)
     backend.add_special_tokens(
         list(dict.fromkeys(names.values()))
     )  # in this order, after all others
-    return PreTrainedTokenizerFast(
+    tokenizer: Any = PreTrainedTokenizerFast(  # which makes its attributes of tokens at run time
         tokenizer_object=backend,
         pad_token="<pad>",
         bos_token="<bos>",
@@ -224,6 +229,7 @@ def _wrapped(
         chat_template=CHAT_TEMPLATE if media is None else media.chat_template,
         **names,
     )
+    return tokenizer
 
 
 def _from_directory(directory: Path):

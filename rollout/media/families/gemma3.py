@@ -5,14 +5,15 @@ Equal to `Gemma3ImageProcessor` of transformers in its Pillow form, to the last 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
+from policy.json_types import DecodedKeys
 from rollout.media import picture
 from rollout.media.processor import Kind, MediaError, Processor, special
+from rollout.text.interface import Tokenizer
 
 CLASS = "Gemma3ImageProcessor"
 _HALF = (0.5, 0.5, 0.5)
@@ -54,7 +55,7 @@ class Gemma3(Processor):
         return [picture.patches(picture.apply_levels(self.table, pixels), self.patch)]
 
 
-def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any) -> Gemma3:
+def read(stored: DecodedKeys, processor: DecodedKeys, tokenizer: Tokenizer) -> Gemma3:
     """Reads the processor from its stored keys. Raises MediaError for a form that is not supported.
 
     processor: the other keys of processor_config.json, and `vision_config` of config.json.

@@ -7,14 +7,15 @@ padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
+from policy.json_types import DecodedKeys
 from rollout.media import picture
 from rollout.media.processor import Kind, MediaError, Processor, special
+from rollout.text.interface import Tokenizer
 
 CLASS = "Gemma4ImageProcessor"
 _BOUNDS = (70, 140, 280, 560, 1120)  # rows of a picture that released models were trained with
@@ -81,7 +82,7 @@ class Gemma4(Processor):
         return high, wide
 
 
-def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any) -> Gemma4:
+def read(stored: DecodedKeys, processor: DecodedKeys, tokenizer: Tokenizer) -> Gemma4:
     """Reads the processor from its stored keys. Raises MediaError for a form that is not supported.
 
     processor: the other keys of processor_config.json, and `text_config` of config.json.

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
+from policy.json_types import DecodedKeys
 from rollout.media import sound
 from rollout.media.processor import Kind, MediaError, Processor, special
+from rollout.text.interface import Tokenizer
 
 CLASS = "Gemma4AudioFeatureExtractor"
 _MULTIPLE = 128  # of samples, which the extractor pads to
@@ -78,7 +79,7 @@ class Gemma4Audio(Processor):
         return [np.ascontiguousarray(features["input_features"][0][:frames], np.float32)]
 
 
-def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any) -> Gemma4Audio:
+def read(stored: DecodedKeys, processor: DecodedKeys, tokenizer: Tokenizer) -> Gemma4Audio:
     """Reads the processor from its stored keys. Raises MediaError for a tokenizer without tokens of
     sounds.
 

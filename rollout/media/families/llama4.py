@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
+from policy.json_types import DecodedKeys
 from rollout.media import picture
 from rollout.media.processor import Kind, MediaError, Processor
+from rollout.text.interface import Tokenizer
 
 CLASS = "Llama4ImageProcessor"
 _TOKENS = {
@@ -135,7 +137,7 @@ class Llama4(Processor):
         return requested, requested / length
 
 
-def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any) -> Llama4:
+def read(stored: DecodedKeys, processor: DecodedKeys, tokenizer: Tokenizer) -> Llama4:
     """Reads the processor from its stored keys. Raises MediaError for a form that is not supported.
 
     processor: the other keys of processor_config.json.
@@ -185,7 +187,7 @@ def _canvases(most: int) -> list[tuple[int, int]]:
     return [canvas for canvases in ratios.values() for canvas in canvases]
 
 
-def _levels(stored: Mapping[str, Any]) -> np.ndarray:
+def _levels(stored: DecodedKeys) -> np.ndarray:
     """Returns float32[3, 256] as `picture.levels`, each step rounded to bfloat16 where both steps
     are asked for."""
     half = (0.5, 0.5, 0.5)

@@ -7,14 +7,15 @@ needed to resize only.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
+from policy.json_types import DecodedKeys
 from rollout.media import picture
 from rollout.media.processor import Kind, MediaError, Processor, special
+from rollout.text.interface import Tokenizer
 
 CLASS = "Qwen2VLImageProcessor"
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -99,7 +100,7 @@ class Qwen(Processor):
         return high, wide
 
 
-def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any) -> Qwen:
+def read(stored: DecodedKeys, processor: DecodedKeys, tokenizer: Tokenizer) -> Qwen:
     """Reads the processor from its stored keys. Raises MediaError for a form that is not supported.
 
     processor: the other keys of processor_config.json.

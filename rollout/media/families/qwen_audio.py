@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
+from policy.json_types import DecodedKeys
 from rollout.media import sound
 from rollout.media.processor import Kind, MediaError, Processor, special
+from rollout.text.interface import Tokenizer
 
 CLASS = "WhisperFeatureExtractor"
 _CHUNK = 100  # frames of a chunk of the tower
@@ -76,7 +77,7 @@ class QwenAudio(Processor):
         return [((np.maximum(log, log.max() - _DECADES) + 4) / 4).astype(np.float32)]
 
 
-def read(stored: Mapping[str, Any], processor: Mapping[str, Any], tokenizer: Any) -> QwenAudio:
+def read(stored: DecodedKeys, processor: DecodedKeys, tokenizer: Tokenizer) -> QwenAudio:
     """Reads the processor from its stored keys.
 
     processor: the other keys of processor_config.json.
