@@ -16,8 +16,7 @@ from rl.records.run_files import read_config
 from rl.records.samples import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, STOP, TRAINED
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
+    from rollout.text.interface import Tokenizer
     from rollout.text.media_tokens import MediaTokens
 
 FLAGS = {
@@ -73,7 +72,7 @@ class TokenTexts:
                 return None
             return _pieces(self._tokenizer, [int(each) for each in ids])
 
-    def _load(self) -> PreTrainedTokenizerBase | None:
+    def _load(self) -> Tokenizer | None:
         from rollout.text.tokenizer import load_tokenizer
 
         for source, *more in self._sources():
@@ -126,7 +125,7 @@ def flag_text(flags: int) -> str:
     return ", ".join(name for bit, name in FLAGS.items() if flags & bit)
 
 
-def _pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
+def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     """Decodes token by token: the text of the last tokens with each, less the text without it."""
     pieces = []
     start = 0
@@ -143,7 +142,7 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
     return pieces
 
 
-def _decoded(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+def _decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
     text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     assert isinstance(text, str)  # a list for a batch of ids only
     return text
