@@ -67,7 +67,7 @@ class Rollouts:
     group. counts: what the generator counted (Generator.counts) in the calls that sampled the
     groups, and the `tokens` that the policy wrote; the greedy completions of `greedy_reward` are
     not counted. With dynamic sampling (rl/stages/producers/dynamic.py) they include the groups that
-    it dropped. None: no generator was called. seconds: time of sampling. scoring: time of the reward
+    it left out. None: no generator was called. seconds: time of sampling. scoring: time of the reward
     models after it. metrics: of how the groups were chosen, by the names of docs/metrics.md.
     """
 

@@ -433,9 +433,8 @@ class StageKind(ConfiguredStage, ABC):
                 progress.version += updates_policy
                 if context.tables is not None:
                     context.tables.forget()
-                if (
-                    coefs and updates_policy
-                ):  # the coefficients of the next update follow from the metrics of this one
+                if coefs and updates_policy:
+                    # The coefficients of the next update follow from the metrics of this one.
                     metrics = jax.device_get(metrics)
                     if mini_batch.mask.any():
                         progress.adaptive_coefs = self.algorithm.adapt_after_update(

@@ -70,7 +70,7 @@ def group_metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[
 def generator_flops(rollouts: Rollouts, operations: Operations) -> float:
     """Returns the FLOPs of the generator for these trajectories; 0 where none was called.
 
-    Groups that dynamic sampling dropped are counted by their tokens only; their attention FLOPs are
+    Groups that dynamic sampling left out are counted by their tokens only; their attention FLOPs are
     left out.
     """
     counts = rollouts.counts

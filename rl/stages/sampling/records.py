@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rollout.media.reference import Reference
     from rollout.types import Segment, Trajectory
 
-LONGEST_COLUMN = 1024  # bytes of a text of the data that is kept with each sample
+LONGEST_COLUMN = 1024  # bytes of a text of the data that a sample has
 
 
 def sample_lines(
@@ -119,9 +119,9 @@ def references(rollouts: Rollouts) -> list[Reference]:
 
 
 def _is_short(value: Any) -> bool:
-    """Whether a value of a column is kept with a sample: a number, or text of at most a kilobyte.
+    """Whether a value of a column stands in a sample: a number, or text of at most a kilobyte.
 
-    A data URI is not kept.
+    A data URI does not.
     """
     if isinstance(value, str):
         return len(value.encode("utf-8", "replace")) <= LONGEST_COLUMN and not is_data_uri(value)
