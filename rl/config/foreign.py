@@ -4,6 +4,8 @@ Sources: trl/trainer/grpo_config.py, verl/trainer/config, tunix/cli/base_config.
 openrlhf/cli/train_ppo_ray.py.
 """
 
+from rl.config.stage import OPTIMIZERS
+
 _LEARNING_RATE = "stages.N.optimizer.learning_rate"
 _CLIP_NORM = "stages.N.optimizer.clip_norm"
 _PROMPTS = "stages.N.prompts_per_step"
@@ -151,6 +153,7 @@ FOREIGN: dict[str, str] = {
 """Last part of the other framework's key -> key of Duet. N: number of a stage, or of an entry of
 another list."""
 
+_OPTIMIZERS = [f"`{name}`" for name in OPTIMIZERS]
 _NOTES: dict[str, str] = {
     "lr_scheduler_type lr_scheduler": "`constant` by default; `linear` or `cosine`, down to "
     "`final_fraction`",
@@ -200,7 +203,7 @@ _NOTES: dict[str, str] = {
     "eval_dataset": "for the loss; `evaluation.data` for the accuracy of completions",
     "steps_per_generation": "TRL: `steps_per_generation / gradient_accumulation_steps`",
     "reward_funcs reward_functions custom_reward_function": "`file.py:function`",
-    "optim optim_type": "`adamw`, `muon`, `lion`, `sgd` or `adafactor`",
+    "optim optim_type": f"{', '.join(_OPTIMIZERS[:-1])} or {_OPTIMIZERS[-1]}",
     "bf16 torch_dtype": "`bfloat16` or `float32` (default)",
     "dataset dataset_name train_files prompt_data": "a file, a folder, or a dataset on the hub",
     "gradient_checkpointing": "`none`, `full`, and policies between them",
