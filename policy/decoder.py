@@ -38,7 +38,7 @@ from policy.ops.norms import norm
 from policy.ops.parameter import normal, split_module, stacked, weight
 from policy.ops.rope import materialized, rotation, sinusoids
 from policy.ops.stacked import keep_stacked
-from policy.remat import checkpointed, saved
+from policy.remat import checkpointed
 
 HiddenT = TypeVar("HiddenT", bound=batch_split.Hidden)
 
@@ -132,9 +132,9 @@ class LayerStack(nnx.Module):
                 arrays.append(None if view is None else view.arrays)
             return StackOutput(x, None if part is None else tuple(arrays), tuple(outputs))
 
-        if runtime.remat != "none" and cache is None:
+        if cache is None:
             repeat = checkpointed(
-                repeat, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan
+                repeat, runtime.remat, runtime.remat_tensors, scanned=runtime.scan
             )
         unrolled = (
             not runtime.scan if cache is None else len(cache) == self.repeats

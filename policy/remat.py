@@ -2,16 +2,16 @@
 where; the others are computed again.
 
 Values have names (`checkpoint_name` in the layers); a policy puts some of them in device memory and
-some in host memory. With any policy but "none" the input of each repeat of a stack is saved as
-well, for all else is computed from it. Free of jax at import, so that a configuration can be
-checked without it.
+some in host memory. The input of each repeat of a stack is saved as well, for all else is computed
+from it. "none" goes by operations instead of names (`checkpointed`). Free of jax at import, so that
+a configuration can be checked without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Memory = Literal["device", "offload", "remat"]
 
@@ -96,23 +96,59 @@ def saved(policy: str, tensors: tuple[tuple[str, str], ...] = ()) -> Saved:
     )
 
 
-def checkpointed(function: Callable, kept: Saved, *, scanned: bool) -> Callable:
-    """Wraps `function` so that its backward pass computes everything again except the values in
-    `kept`.
+# Operations on single numbers, and rearrangements: `none` computes their results again, mostly as
+# part of the operation that reads them. Saving them too would cost more memory traffic.
+_ELEMENTWISE = """
+abs add add_any and ceil clamp convert_element_type cos copy div eq erf erf_inv exp exp2 expm1 floor
+ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow reduce_precision
+rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sqrt square
+sub tanh xor
+"""
+_REARRANGING = """
+bitcast_convert_type broadcast_in_dim concatenate expand_dims iota layout_constraint pad reshape
+reshard rev sharding_constraint slice split squeeze stop_gradient transpose
+"""
+_RECOMPUTED = frozenset((_ELEMENTWISE + _REARRANGING).split())
+
+
+def _costs_more_than_memory(primitive: Any, *_: Any, **params: Any) -> bool:
+    """The policy of `none`, in jax's form: tells whether the result of an operation is saved.
+
+    Of named values only "context" is, since jax saves no result of a loop without a name.
+    """
+    if primitive.name == "name":
+        return params["name"] == "context"
+    return primitive.name not in _RECOMPUTED
+
+
+def checkpointed(
+    function: Callable, policy: str, tensors: tuple[tuple[str, str], ...] = (), *, scanned: bool
+) -> Callable:
+    """Wraps `function` so that its backward pass computes everything again except the values that
+    `policy` saves, with the `tensors` of "custom".
+
+    "none" saves the results of products, reductions, kernels and loops that the backward pass
+    reads, and computes only what follows from them number by number: masks, casts, activations,
+    norms, rotations. Outside of a loop it leaves the choice to the compiler.
 
     `scanned`: `function` is the body of a scan, whose loop already keeps the compiler from merging
     the second computation with the first.
     """
     import jax
 
+    if policy == "none":
+        if not scanned:
+            return function
+        return jax.checkpoint(function, policy=_costs_more_than_memory, prevent_cse=False)
+    kept = saved(policy, tensors)
     policies = jax.checkpoint_policies
     if kept.host:
-        policy = policies.save_and_offload_only_these_names(
+        rule = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=kept.device,
             names_which_can_be_offloaded=kept.host,
             offload_src="device",
             offload_dst="pinned_host",
         )
     else:
-        policy = policies.save_only_these_names(*kept.device)
-    return jax.checkpoint(function, policy=policy, prevent_cse=not scanned)
+        rule = policies.save_only_these_names(*kept.device)
+    return jax.checkpoint(function, policy=rule, prevent_cse=not scanned)

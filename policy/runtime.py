@@ -70,7 +70,7 @@ class Runtime:
     remat: str = option(
         "full",
         description="which activations are recomputed: full keeps only the input of each layer, "
-        "none keeps all; docs/memory.md describes the others",
+        "none the results of all products; docs/memory.md describes the others",
     )
     remat_tensors: tuple[tuple[str, str], ...] = option(
         (),

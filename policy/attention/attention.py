@@ -113,7 +113,7 @@ class GroupedQueryAttention(nnx.Module):
             out = self._over_blocks(q * spec.scale, index_queries, seen, entries, step, runtime)
         else:
             out = self._over_all(q * spec.scale, (k, v), seen, entries, step, runtime)
-        out = checkpoint_name(from_cache(out, runtime.layout), "context")
+        out = from_cache(out, runtime.layout)
         if gate is not None:
             out = out * jax.nn.sigmoid(gate)
         out = checkpoint_name(out, "attention_out")
@@ -132,7 +132,8 @@ class GroupedQueryAttention(nnx.Module):
         step: Step,
         runtime: Runtime,
     ) -> jax.Array:
-        """Attends to all visible keys, [B, H, T, D]. `own`: the keys and values of this call."""
+        """Attends to all visible keys, [B, H, T, D]. `own`: the keys and values of this call. The
+        result has the name "context", which the kernels give it themselves."""
         spec = self.spec
         k, v = own
         sinks = self.sinks[...] if spec.sinks else None
@@ -143,15 +144,17 @@ class GroupedQueryAttention(nnx.Module):
         if applies(entries, step, runtime):
             out = attend_cut(q_BHTD, Keys((k, v)), step, runtime, bounds, sinks)
         elif out is None:
-            out = flash_attention.attend(q_BHTD, k, v, step, runtime, bounds, sinks)
-        if out is None and entries is None:
-            out = block_attention.attend(q_BHTD, k, v, step, runtime, bounds, sinks)
+            own_names = flash_attention.attend(q_BHTD, k, v, step, runtime, bounds, sinks)
+            if own_names is None and entries is None:
+                own_names = block_attention.attend(q_BHTD, k, v, step, runtime, bounds, sinks)
+            if own_names is not None:
+                return own_names
         if out is None:
             mask = Mask(step, seen, spec.window, spec.chunk, spec.looks_ahead)
             keys = seen.arrays["k"]
             values = seen.arrays["v"]
             out = attend(q_BHTD, keys, values, mask, runtime.attention_chunk, spec.softcap, sinks)
-        return out
+        return checkpoint_name(out, "context")
 
     def _selects(self, step: Step, seen: Visible) -> bool:
         """Tells whether a query may see fewer than all keys before it."""
@@ -168,7 +171,7 @@ class GroupedQueryAttention(nnx.Module):
         step: Step,
         runtime: Runtime,
     ) -> jax.Array:
-        """Attends to the keys that the indexer chooses, [B, H, T, D]."""
+        """Attends to the keys that the indexer chooses, [B, H, T, D]; "context" as well."""
         spec = self.spec
         layout = runtime.layout
         assert spec.indexer is not None
@@ -181,7 +184,8 @@ class GroupedQueryAttention(nnx.Module):
         blocks = self.indexer.blocks(step, seen, in_cache=entries is not None)
         index_queries = to_cache(index_queries, row_layout(entries, layout))
         mask = BlockMask(step, seen, index_queries, blocks, spec.indexer, layout)
-        return attend_blocks(q_BHTD, seen, mask, entries, runtime.attention_chunk)
+        out = attend_blocks(q_BHTD, seen, mask, entries, runtime.attention_chunk)
+        return checkpoint_name(out, "context")
 
     def _project(self, x_BTE: jax.Array, name: str, step: Step, runtime: Runtime) -> jax.Array:
         out = linear("bte,ehd->bhtd", x_BTE, getattr(self, f"{name}_proj")[...], runtime)

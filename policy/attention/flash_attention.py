@@ -23,6 +23,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.typing import DTypeLike
@@ -82,7 +83,8 @@ def attend(
     kernel serves the call.
 
     `bounds` and `sinks` are those of the dense form. The output and, on TPU, the logarithm of the
-    sum of each softmax have the name "context" for rematerialisation.
+    sum of each softmax have the name "context" for rematerialisation; the output only once, since
+    each name is saved.
     """
     layout = runtime.layout
     plain = bounds == AttentionBounds() and sinks_H is None
@@ -91,20 +93,29 @@ def attend(
     tokens: Any = step.segments
     if serves_trees(step, dtype, runtime):
         mask = Mask(step, own_tokens(step, {}), bounds.window, bounds.chunk, bounds.looks_ahead)
-        kernel = partial(tree_attention, mask=mask, softcap=bounds.softcap)
+        kernel = _named(partial(tree_attention, mask=mask, softcap=bounds.softcap))
         tokens = (mask.queries, mask.keys)
     elif bounds.chunk is not None or bounds.looks_ahead:
         return None
     elif served(step, dtype, runtime):
         kernel = partial(splash_attention, bounds=bounds)
     elif plain and served(step, dtype, runtime, "gpu") and gpu_attention.supports_heads(*dims):
-        kernel = gpu_attention.flash_attention
+        kernel = _named(gpu_attention.flash_attention)
     else:
         return None
     assert layout is not None, "a served call has a layout"
     if layout.mesh.size == 1:
         return kernel(q_BHTD, k_BKTD, v_BKTV, tokens, sinks_H)
     return _on_mesh(kernel, layout, q_BHTD, k_BKTD, v_BKTV, tokens, sinks_H)
+
+
+def _named(kernel: Callable) -> Callable:
+    """Gives the result of a kernel the name "context"; `splash_attention` does so itself."""
+
+    def run(*arguments: Any, **options: Any) -> jax.Array:
+        return checkpoint_name(kernel(*arguments, **options), "context")
+
+    return run
 
 
 def _on_mesh(kernel, layout: Layout, q_BHTD, k_BKTD, v_BKTV, tokens, sinks_H) -> jax.Array | None:

@@ -142,7 +142,7 @@ class MultiHeadLatentAttention(nnx.Module):
             out, aux = self._expanded(
                 q, (latent, k_rope), (index_queries, index_keys), step, cache, runtime
             )
-            out = checkpoint_name(checkpoint_name(out, "context"), "attention_out")
+            out = checkpoint_name(out, "attention_out")
         else:
             assert cache is not None and visible is not None
             w_k, w_v = jnp.split(
@@ -156,7 +156,7 @@ class MultiHeadLatentAttention(nnx.Module):
             aux = LayerAux()
             if out is None:
                 mask = self._mask(step, visible, index_queries, cache, runtime)
-                out, aux = self._attend(q, keys, values, mask, cache, runtime)
+                out, aux = self._attend(q * spec.scale, keys, values, mask, cache, runtime)
             out = jnp.einsum("bhtc,chd->bhtd", from_cache(out, runtime.layout), w_v)
         out = from_cache(out, runtime.layout)
         out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
@@ -181,7 +181,8 @@ class MultiHeadLatentAttention(nnx.Module):
         cache: LayerCache | None,
         runtime: Runtime,
     ):
-        """Returns (attention over this call's own tokens [B, H, T, V], LayerAux).
+        """Returns (attention over this call's own tokens [B, H, T, V], LayerAux). The attention has
+        the name "context", which the kernels give it themselves.
 
         kept: the latents [B, T, c] and rotated keys of the tokens. index: their index queries and
         keys.
@@ -193,35 +194,33 @@ class MultiHeadLatentAttention(nnx.Module):
         queries, keys = index
         parts = (kept[0][:, None], kept[1])
         new = {} if keys is None else {"index": keys}
+        q_BHTD = q_BHTD * self.spec.scale
         if cut and not indexed:
-            return attend_cut(
-                q_BHTD * self.spec.scale, Keys(parts, weights, expand), step, runtime
-            ), LayerAux()
+            out = attend_cut(q_BHTD, Keys(parts, weights, expand), step, runtime)
+            return checkpoint_name(out, "context"), LayerAux()
         if cut:  # an indexer chooses among all keys of a row
             parts, new = jax.tree.map(
                 lambda a: replicate_length(a[:, 0], runtime)[:, None], (parts, new)
             )
         k, v = expand(parts, weights)
-        kernels = (
-            ()
-            if indexed
-            else (flash_attention.attend, *(() if cache else (block_attention.attend,)))
-        )
-        for kernel in kernels:
-            if (out := kernel(q_BHTD * self.spec.scale, k, v, step, runtime)) is not None:
-                return out, LayerAux()
+        if not indexed:
+            own_names = flash_attention.attend(q_BHTD, k, v, step, runtime)
+            if own_names is None and cache is None:
+                own_names = block_attention.attend(q_BHTD, k, v, step, runtime)
+            if own_names is not None:
+                return own_names, LayerAux()
         visible, _ = extend(None, step, k=k, v=v, **new)
-        return self._attend(
-            q_BHTD, k, v, self._mask(step, visible, queries, None, runtime), None, runtime
-        )
+        mask = self._mask(step, visible, queries, None, runtime)
+        out, aux = self._attend(q_BHTD, k, v, mask, None, runtime)
+        return checkpoint_name(out, "context"), aux
 
     def _attend(
         self, q_BHTD, keys, values, mask: Mask, cache: LayerCache | None, runtime: Runtime
     ) -> tuple[jax.Array, LayerAux]:
-        q = q_BHTD * self.spec.scale
+        """Attends where `mask` allows it, with the scale already in q."""
         if isinstance(mask, IndexedMask | SelectedMask):
-            return attend_selected(q, keys, values, mask, cache, runtime)
-        return attend(q, keys, values, mask, runtime.attention_chunk), LayerAux()
+            return attend_selected(q_BHTD, keys, values, mask, cache, runtime)
+        return attend(q_BHTD, keys, values, mask, runtime.attention_chunk), LayerAux()
 
     def _mask(
         self,

@@ -27,7 +27,7 @@ from policy.ops.linear import linear
 from policy.ops.norms import MeanNorm
 from policy.ops.parameter import Constant, normal, weight, zeros
 from policy.ops.rope import rotate, wavelengths
-from policy.remat import checkpointed, saved
+from policy.remat import checkpointed
 
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 Table = tuple[jax.Array, jax.Array]
@@ -219,8 +219,7 @@ def run(
             nnx.merge(graph, block_weights), checkpoint_name(x, "decoder_layer_input"), *own
         )
 
-    if runtime.remat != "none":
-        body = checkpointed(body, saved(runtime.remat, runtime.remat_tensors), scanned=runtime.scan)
+    body = checkpointed(body, runtime.remat, runtime.remat_tensors, scanned=runtime.scan)
     depth = len(jax.tree.leaves(weights)[0])
     start = 0
     kept = []

@@ -143,6 +143,39 @@ def test_scanned_layers_keep_the_same_stacked(policy, capsys):
     )  # and the inputs of the layers
 
 
+def test_none_keeps_no_value_that_another_gives_number_by_number(capsys):
+    """Of each of the two layers: the input, what the norms sum, queries, keys and values before
+    their rotation, scores with their maxima and sums, attention, its projection, gate and up."""
+    rows, layer = "f32[2,2,12", "f32[2,24,"
+    expected = [f"{rows},32]", *[f"{rows}]"] * 2]
+    expected += [f"{layer}{width}]" for width in (32, 16, 16, 32, 48, 48)]
+    expected += ["f32[2,2,2,2,12,12]", *["f32[2,2,2,2,12]"] * 2, "f32[2,2,4,12,8]"]
+    stacked = [
+        shape
+        for shape, host, _ in residuals(model_of("Llama"), capsys, remat="none")
+        if shape.startswith((rows, layer, "f32[2,2,2", "f32[2,2,4")) and not host
+    ]
+    assert sorted(stacked) == sorted(expected)
+
+
+@pytest.mark.parametrize("policy", ["none", "minimal_flash"])
+def test_attention_by_blocks_is_kept_once(policy, capsys):
+    """Its result and the logarithms of its sums, of the two layers; with `none` the queries are
+    those before their rotation."""
+    model = model_of("Llama")
+    graph = Graph(model.config, Runtime(remat=policy, skip_blocks=True), model.graph.layout)
+    row = jnp.asarray(tokens(1, 512))
+
+    def hidden(params):
+        return graph.decoder(params)(row, make_step(row), None, graph.runtime)[0].sum()
+
+    capsys.readouterr()
+    print_saved_residuals(hidden, model.params)
+    shapes = [line.split(" ", 1)[0] for line in capsys.readouterr().out.splitlines()]
+    assert shapes.count("f32[2,1,2,2,512,8]") == 1 and shapes.count("f32[2,1,2,2,512]") == 1
+    assert shapes.count("f32[2,1,4,512,8]") == (policy != "none")
+
+
 @pytest.mark.slow
 def test_every_name_is_the_name_of_some_tensor(capsys):
     every, result = tuple((name, "device") for name in remat.TENSORS), set()
@@ -179,10 +212,15 @@ def assert_equal(actual, expected, what):
         )
 
 
-FAST = [("minimal_offloaded", True), ("minimal_with_context", False), ("custom", True)]
+FAST = [
+    ("none", True),
+    ("minimal_offloaded", True),
+    ("minimal_with_context", False),
+    ("custom", True),
+]
 # Every policy, scanned and unrolled in turns, and the other way round for every other kind of
 # decoder; dropout too.
-POLICIES = remat.NAMES[1:]
+POLICIES = remat.NAMES
 TURNS = [
     [(policy, bool((i + k) % 2)) for i, policy in enumerate(POLICIES)] for k in range(len(KINDS))
 ]
