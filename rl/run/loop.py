@@ -91,11 +91,11 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
     if checkpoint is None:
         held_out.before_first_step(state)
     steps = run.config.stages[stage.index].total_steps
-    left = steps_left(checkpoint, steps)
-    done = left.start - 1
+    remaining = steps_left(checkpoint, steps)
+    done = remaining.start - 1
     new_settings_after = changes.boundaries(run.config, stage.index)
 
-    for step in left:
+    for step in remaining:
         with run.timeline.step(stage.name, step) as span:
             state, metrics = stage.step(state, step)
         metrics |= step_metrics(metrics, span.seconds, run.model.graph.layout)
