@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,6 +34,8 @@ from policy.media import is_tower
 from rl.accounting import chips
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
     from policy.mesh.sharding import Layout
     from policy.model import Graph
 
@@ -68,7 +70,7 @@ class Operations:
             result += share * math.prod(shape.shape)
         return result
 
-    def forward(self, lengths: Any, weighed: float | None = None) -> float:
+    def forward(self, lengths: ArrayLike, weighed: float | None = None) -> float:
         """Returns the operations of one forward pass over sequences of these lengths.
 
         weighed: tokens that the weights multiply, if completions share a prompt; None: all.

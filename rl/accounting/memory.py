@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import resource
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
@@ -47,7 +47,7 @@ def device() -> dict[str, float]:
     return share_of(each.memory_stats() for each in jax.local_devices())
 
 
-def share_of(statistics: Any) -> dict[str, float]:
+def share_of(statistics: Iterable[Mapping[str, int] | None]) -> dict[str, float]:
     """Returns the metric for the memory statistics of devices, each a mapping or None."""
     peaks = [
         stats["peak_bytes_in_use"] / stats["bytes_limit"]

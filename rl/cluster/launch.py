@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from policy.mesh import serialization
 from rl.errors import ConfigError, DuetError, ResourceError
@@ -148,8 +148,10 @@ def start(where: Launch) -> Watch:
 
 serialization.register_type(DuetError, *DuetError.__subclasses__())
 
+Result = TypeVar("Result")
 
-def _tried(act: Callable[[], Any]) -> tuple[Any, DuetError | None]:
+
+def _tried(act: Callable[[], Result]) -> tuple[Result | None, DuetError | None]:
     """Returns (result of `act()`, None), or (None, the DuetError that it raised)."""
     try:
         return act(), None
@@ -157,7 +159,7 @@ def _tried(act: Callable[[], Any]) -> tuple[Any, DuetError | None]:
         return None, error
 
 
-def raise_on_all(act: Callable[[], Any]) -> Any:
+def raise_on_all(act: Callable[[], Result]) -> Result:
     """Returns the result of `act()` on each process. If it raises a DuetError on one process, all
     raise it."""
     from policy.mesh import processes
@@ -166,10 +168,10 @@ def raise_on_all(act: Callable[[], Any]) -> Any:
     for one in processes.all_gather_object(error):
         if one is not None:
             raise one
-    return result
+    return cast(Result, result)
 
 
-def on_first(act: Callable[[], Any]) -> Any:
+def on_first(act: Callable[[], Result]) -> Result:
     """Calls `act()` on process 0 and returns its result on all. If it raises a DuetError, all raise
     it."""
     from policy.mesh import processes
@@ -177,4 +179,4 @@ def on_first(act: Callable[[], Any]) -> Any:
     result, error = processes.broadcast(_tried(act if processes.first() else lambda: None))
     if error is not None:
         raise error
-    return result
+    return cast(Result, result)

@@ -101,8 +101,11 @@ def run(arguments: argparse.Namespace) -> None:
             generator, problems, source.params, processors
         ):
             done[prompt][sample] = completion
-            while written < len(done) and None not in done[written]:
-                for line in _lines(problems[written].example.prompt, done[written]):
+            while written < len(done):
+                ready = [each for each in done[written] if each is not None]
+                if len(ready) < arguments.samples:
+                    break
+                for line in _lines(problems[written].example.prompt, ready):
                     print(line, file=out)
                 out.flush()
                 written += 1
@@ -155,7 +158,7 @@ def _output(file: str | None) -> contextlib.AbstractContextManager[TextIO]:
         raise ConfigError(f"--output {file}: {error}") from None
 
 
-def _lines(prompt: str | list[dict], completions: Sequence[Any]) -> Iterator[str]:
+def _lines(prompt: str | list[dict], completions: Sequence[Completion]) -> Iterator[str]:
     for sample, completion in enumerate(completions):
         yield json.dumps(
             {

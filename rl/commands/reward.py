@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
-from typing import Any
 
 SUMMARY = "work on reward functions"
 
@@ -42,7 +41,7 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _with_lists(example: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _with_lists(example: dict[str, object], folder: Path) -> dict[str, object]:
     """Returns an example with its pictures and sounds as rewards get them; one of text needs no
     import."""
     if not any(name in example for name in ("image", "images", "audio", "audios")):

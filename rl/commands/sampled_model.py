@@ -15,7 +15,12 @@ from rl.data import models
 from rl.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from policy.json_types import JsonObject
+    from policy.model import Model
     from rl.run.unfinished.weights import CheckpointWeights
+    from rollout import SamplingParams
     from rollout.media.processors import Processors
 
 Dtype = Literal["float32", "bfloat16"]
@@ -37,13 +42,13 @@ class ModelFiles:
         except ValueError as error:
             raise ModelError(f"{directory}: {error}") from None
 
-    def processors(self, tokenizer: Any) -> Processors | None:
+    def processors(self, tokenizer: PreTrainedTokenizerBase) -> Processors | None:
         """Returns what reads pictures and sounds; None if the model has no towers."""
         from rl.data.media import processors_of
 
         return processors_of(self.directory, tokenizer)
 
-    def load(self, dtype: Dtype, *, media: bool = False) -> Any:
+    def load(self, dtype: Dtype, *, media: bool = False) -> Model:
         """Reads the weights. `media`: with the towers of pictures and sounds. Raises ModelError."""
         import policy
         from policy.fields.config_fields import UnsupportedModel
@@ -66,8 +71,8 @@ class SampledModel:
 
     source: ModelFiles | CheckpointWeights
     dtype: Dtype
-    tokenizer: Any
-    params: Any
+    tokenizer: PreTrainedTokenizerBase
+    params: SamplingParams
 
     @property
     def positions(self) -> models.Positions | None:
@@ -89,7 +94,7 @@ class SampledModel:
             raise ConfigError(text)
         print(f"warning: {text}", file=sys.stderr)
 
-    def load(self, *, media: bool = False) -> Any:
+    def load(self, *, media: bool = False) -> Model:
         """Reads the weights. `media`: with the towers of pictures and sounds. Raises ModelError."""
         return self.source.load(self.dtype, media=media)
 
@@ -270,7 +275,7 @@ def find(arguments: argparse.Namespace, **changes: Any) -> SampledModel:
     )
 
 
-def _template_variables(run: Path, text: str | None) -> dict[str, Any]:
+def _template_variables(run: Path, text: str | None) -> JsonObject:
     """Returns the variables of the chat template: those of the text, a YAML mapping, else those of
     a run. Raises ConfigError for a text that is no mapping."""
     from rl.config import yaml_tree

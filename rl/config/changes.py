@@ -6,11 +6,12 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
+from policy.json_types import JsonObject
 from rl.config.run import Change, RunConfig
 from rl.errors import Fault, Key
 
@@ -151,7 +152,7 @@ def _key_faults(config: RunConfig, change: Change, path: Key) -> Iterator[Fault]
             )
 
 
-def _with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+def _with_values(config: RunConfig, values: JsonObject) -> RunConfig:
     tree = config.model_dump()
     for key, value in values.items():
         *path, last = key.split(".")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
@@ -15,11 +15,13 @@ from pydantic import (
     Field,
     TypeAdapter,
     ValidationInfo,
+    ValidatorFunctionWrapHandler,
     WrapValidator,
     field_validator,
 )
 
 import rollout.types
+from policy.json_types import JsonValue
 from rewards.registry import REWARD_MODEL
 from rl.config.schema import HOME, Section, Strict, fields_of, with_home
 
@@ -37,7 +39,7 @@ _SECRET_VALUE = re.compile(
 )
 
 
-def refuse_secrets(options: dict[str, Any]) -> dict[str, Any]:
+def refuse_secrets(options: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """Returns the options. Raises ValueError, without the value, for an option that holds a secret.
 
     Configurations are printed, saved and shown in reports.
@@ -192,7 +194,7 @@ def _one_or_list_of(kind: type[AnyDataset]) -> WrapValidator:
     the value first, so that errors are about the form that was written."""
     entries: TypeAdapter[Any] = TypeAdapter(cast(Any, list)[kind])
 
-    def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
+    def validate(value: object, handler: ValidatorFunctionWrapHandler) -> object:
         if isinstance(value, list):
             return _checked_list(entries.validate_python(value))
         return handler(None) if value is None else DataOptions.model_validate(value)
@@ -243,7 +245,7 @@ def _refuses_long_rows(
     return data
 
 
-def _by_token_id(biases: Any) -> Any:
+def _by_token_id(biases: object) -> object:
     """Returns a mapping with integers for its keys, which are texts in YAML. Raises ValueError for
     other keys."""
     if not isinstance(biases, dict):
@@ -304,7 +306,7 @@ class RewardOptions(Strict):
 
     @field_validator("options")
     @classmethod
-    def _source(cls, options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    def _source(cls, options: dict[str, JsonValue], info: ValidationInfo) -> dict[str, JsonValue]:
         """Expands the home directory in the source of a reward model; other options belong to
         anyone's code."""
         if info.data.get("name") == REWARD_MODEL and "source" in options:

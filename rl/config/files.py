@@ -15,9 +15,10 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 import rl.algorithms
 from rewards.suggest import nearest, nearest_path
@@ -48,7 +49,7 @@ def changed_keys(config: RunConfig) -> list[str]:
     """Returns the dotted keys whose values differ from the defaults, as `stages.0.steps`."""
     result = []
 
-    def walk(value: Any, path: str) -> None:
+    def walk(value: object, path: str) -> None:
         if isinstance(value, Mapping) and value:
             for key, child in value.items():
                 walk(child, f"{path}.{key}" if path else key)
@@ -421,7 +422,7 @@ def _model_at(path: tuple) -> type[BaseModel] | None:
     return next((kind for kind in accepted_types(annotation) if _is_model(kind)), None)
 
 
-def _entries_of(annotation: Any) -> Any:
+def _entries_of(annotation: object) -> Any:
     """Returns the type of the entries of a list, also of one among other types; None without a
     list."""
     if typing.get_origin(annotation) is list:
@@ -432,7 +433,7 @@ def _entries_of(annotation: Any) -> Any:
     return next((each for each in entries if each is not None), None)
 
 
-def _is_model(kind: Any) -> bool:
+def _is_model(kind: object) -> TypeGuard[type[BaseModel]]:
     return isinstance(kind, type) and issubclass(kind, BaseModel)
 
 
@@ -460,30 +461,33 @@ def validate(tree: PlacedValue) -> tuple[RunConfig | None, list[Fault]]:
         return None, faults
 
 
-def _left_out(values: Any, path: tuple) -> bool:
+def _left_out(values: object, path: Key) -> bool:
     """Removes the key at `path` from `values`. Returns False if there is no such key."""
     for part in path[:-1]:
-        values = values[part] if isinstance(values, (dict, list)) else None
+        if isinstance(values, dict):
+            values = values[part]
+        else:
+            values = values[part] if isinstance(values, list) and isinstance(part, int) else None
     if not isinstance(values, dict) or not path or path[-1] not in values:
         return False
     del values[path[-1]]
     return True
 
 
-def _faults(error: Mapping[str, Any]) -> list[Fault]:
+def _faults(error: ErrorDetails) -> list[Fault]:
     """Returns the faults of one error of pydantic: several where a validator checks a model of its
     own."""
     path = tuple(error["loc"])
     if error["type"] != "value_error":
         return [Fault(_text(error, path), key=path)]
-    cause = error["ctx"]["error"]
+    cause = error.get("ctx", {})["error"]
     if isinstance(cause, ValidationError):
         inner = [fault for one in cause.errors() for fault in _faults(one)]
         return [dataclasses.replace(fault, key=path + fault.key) for fault in inner]
     return [Fault(str(cause), key=(*path, "name") if _model_at(path) is AlgorithmOptions else path)]
 
 
-def _text(error: Mapping[str, Any], path: Key) -> str:
+def _text(error: ErrorDetails, path: Key) -> str:
     """Returns what is wrong with the value at `path`, by the type of the error of pydantic."""
     kind = error["type"]
     if kind == "extra_forbidden":
@@ -496,12 +500,14 @@ def _text(error: Mapping[str, Any], path: Key) -> str:
     if kind == "too_short":
         return _empty(path, error)
     if kind == "literal_error":
-        choices = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        choices = (
+            error.get("ctx", {})["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+        )
         return f"must not be {error['input']!r}{nearest(error['input'], choices)}"
     if kind == "unknown_option":
         if path[-1] in RENAMED:
             return f"this option is called `{RENAMED[path[-1]]}` now"
-        return unknown_option(path, error["ctx"]["algorithm"])
+        return unknown_option(path, error.get("ctx", {})["algorithm"])
     value = error["input"]
     if kind == "list_type" and path == ("stages",):
         return (
@@ -515,12 +521,12 @@ def _text(error: Mapping[str, Any], path: Key) -> str:
 _A_STAGE = "such as `- {algorithm: sft, steps: 100}`"
 
 
-def _empty(path: tuple, error: Mapping[str, Any]) -> str:
+def _empty(path: tuple, error: ErrorDetails) -> str:
     """Returns the message about a list with too few entries."""
     if path == ("stages",):
         return f"there is no stage to run; add one, {_A_STAGE}"
-    least = error["ctx"]["min_length"]
-    count = error["ctx"]["actual_length"]
+    least = error.get("ctx", {})["min_length"]
+    count = error.get("ctx", {})["actual_length"]
     return f"has {count} entries, and needs {least} or more"
 
 

@@ -9,7 +9,6 @@ import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -42,7 +41,7 @@ def _keys(model: type[BaseModel], path: str) -> Iterator[str]:
             yield from _keys(section, f"{path}{name}.{'N.' if is_list else ''}")
 
 
-def models_in(annotation: Any) -> Iterator[tuple[type[BaseModel], bool]]:
+def models_in(annotation: object) -> Iterator[tuple[type[BaseModel], bool]]:
     """Yields (model, whether it is the entry of a list) for each model in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation, False
@@ -71,7 +70,7 @@ def key_for(word: str) -> str | None:
     return key.replace(".N", ".0") if key else None
 
 
-def unknown_key(path: tuple, value: Any, siblings: list[str]) -> str:
+def unknown_key(path: tuple, value: object, siblings: list[str]) -> str:
     """Returns the message about a key that its section does not have.
 
     path: of the unknown key. value: its value, whose keys are explained too. siblings: valid keys
@@ -128,14 +127,14 @@ def _section(key: str) -> str:
     return f"`{section}`" if section else "the top level"
 
 
-def _inside(value: Any) -> str | None:
+def _inside(value: object) -> str | None:
     """Says where the keys of a section of another framework belong, or None."""
     words = dict.fromkeys(word for word in _leaves(value) if word in FOREIGN)
     shown = [f"`{word}` is `{FOREIGN[word]}`" for word in list(words)[:_SHOWN]]
     return "of its keys, " + ", ".join(shown) if shown else None
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: object) -> Iterator[str]:
     if isinstance(value, dict):
         for key, child in value.items():
             if isinstance(child, dict):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from policy.mesh.axes import AXES, DEFAULT_RULES, DESCRIPTIONS, REPLICATED, UNUSED
-from rl.config.schema import AnySection, Section, with_keys
+from rl.config.schema import AnySection, Section, TypedField, with_keys
 from rl.errors import Fault, Key
 
 
@@ -16,7 +16,7 @@ def _with_axes(**sizes: int) -> Callable[[type[AnySection]], type[AnySection]]:
     """Class decorator: adds a key for each axis of the mesh. `sizes`: defaults other than 1."""
 
     def complete(section: type[AnySection]) -> type[AnySection]:
-        keys: dict[str, Any] = {
+        keys: dict[str, TypedField] = {
             axis: (int, Field(default=sizes.get(axis, 1), description=text))
             for axis, text in DESCRIPTIONS.items()
         }

@@ -7,7 +7,7 @@ import inspect
 import json
 import types
 import typing
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -145,7 +145,7 @@ def _value(field: FieldInfo) -> str:
     return ", ".join([_kind(field.annotation), *bounds])
 
 
-def _kind(annotation: Any) -> str:
+def _kind(annotation: object) -> str:
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 
+from policy.json_types import JsonValue
 
-def with_home(value: Any) -> Any:
+
+def with_home(value: object) -> Any:
     """Returns a path, or the paths of a list, with the home directory for `~`; any other value
     unchanged."""
     if isinstance(value, list):
@@ -22,7 +24,7 @@ def with_home(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) else value
 
 
-def _finite(value: Any, name: str = "") -> Any:
+def _finite(value: object, name: str = "") -> object:
     """Returns the value. Raises ValueError if it, or a value inside it, is a number that is not
     finite."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -61,7 +63,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_people_write(cls, values: Any) -> Any:
+    def _as_people_write(cls, values: object) -> object:
         if isinstance(values, str) and cls.shorthand:
             return {cls.shorthand: values}
         if not isinstance(values, dict):
@@ -95,7 +97,7 @@ class Strict(BaseModel):
         return self
 
 
-def as_integer(value: Any, kinds: set[Any]) -> Any:
+def as_integer(value: object, kinds: set[object]) -> object:
     """Returns `1e3` as an integer if the types of a key include int and not float; any other value
     unchanged."""
     if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
@@ -103,7 +105,7 @@ def as_integer(value: Any, kinds: set[Any]) -> Any:
     return value
 
 
-def accepted_types(annotation: Any) -> set[Any]:
+def accepted_types(annotation: object) -> set[object]:
     """Returns the members of a union, or the type itself; `list[int]` counts as list."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return {kind for member in typing.get_args(annotation) for kind in accepted_types(member)}
@@ -120,11 +122,13 @@ class Section(Strict):
         def __getattr__(self, name: str) -> Any: ...
 
 
+TypedField = tuple[object, object]
+"""The type of a key, and its pydantic field, which `Field` types as the value of the key."""
 AnySection = TypeVar("AnySection", bound=Section)
 
 
 def fields_of(
-    component: type, *, leave_out: Iterable[str] = (), **defaults: Any
+    component: type, *, leave_out: Iterable[str] = (), **defaults: JsonValue
 ) -> Callable[[type[AnySection]], type[AnySection]]:
     """Class decorator: gives a section the options of a component, each with its default,
     description and bounds.
@@ -146,7 +150,7 @@ def fields_of(
         raise TypeError(f"{component.__name__} has no option {', '.join(sorted(unknown))}")
 
     def complete(section: type[AnySection]) -> type[AnySection]:
-        keys: dict[str, Any] = {}
+        keys: dict[str, TypedField] = {}
         for name, field in options.items():
             if name in leave_out or name in section.model_fields:
                 continue
@@ -165,14 +169,15 @@ def fields_of(
     return complete
 
 
-def with_keys(section: type[AnySection], keys: dict[str, Any]) -> type[AnySection]:
+def with_keys(section: type[AnySection], keys: Mapping[str, TypedField]) -> type[AnySection]:
     """Returns the section with further keys: name -> (type, pydantic field)."""
+    fields: dict[str, Any] = {**keys}
     return create_model(
         section.__name__,
         __base__=section,
         __module__=section.__module__,
         __doc__=section.__doc__,
-        **keys,
+        **fields,
     )
 
 
@@ -189,7 +194,7 @@ def _type_of(component: type, name: str) -> Any:
     return typing.get_type_hints(alone)[name]
 
 
-def _yaml_type(annotation: Any) -> Any:
+def _yaml_type(annotation: object) -> Any:
     """Returns the type that YAML has for an annotation: a list for a tuple or sequence, a dict for
     a mapping."""
     origin = typing.get_origin(annotation)

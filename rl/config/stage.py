@@ -186,7 +186,7 @@ class OptimizerOptions(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_mapping(cls, values: Any) -> Any:
+    def _is_mapping(cls, values: object) -> object:
         if isinstance(values, str):
             raise ValueError(f"must be a mapping of keys to values; write {{name: {values}}}")
         return values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 
 def numbered(algorithms: Sequence[str]) -> list[str]:
@@ -17,7 +16,7 @@ def numbered(algorithms: Sequence[str]) -> list[str]:
     ]
 
 
-def stage_names(config: Mapping[str, Any]) -> list[str]:
+def stage_names(config: Mapping[str, object]) -> list[str]:
     """Returns the names of the stages of a saved configuration, given as plain values."""
     stages = config.get("stages")
     algorithms = []

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from policy.json_types import JsonValue
 from rewards.text import quoted
 from rl.config.stage_names import numbered
 from rl.errors import ConfigError
@@ -281,7 +282,7 @@ def _scalar(node, where: str, problems: list[str]) -> Any:
     return None
 
 
-def dump(value: Any) -> str:
+def dump(value: JsonValue) -> str:
     """Returns YAML text that `parse` turns into an equal value."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 import rl.stages
+from policy.json_types import JsonValue
 from rl.config.run import RunConfig
 from rl.config.stage import BY_MATRIX
 
@@ -27,7 +28,7 @@ class SettingsChange:
     """Settings by dotted key. results: whether they change what the run computes beyond
     rounding."""
 
-    settings: dict[str, Any]
+    settings: dict[str, JsonValue]
     results: bool = False
 
     def __str__(self) -> str:
@@ -60,7 +61,7 @@ def possible(config: RunConfig) -> bool:
     return not checks.faults(config)
 
 
-def _text(value: Any) -> str:
+def _text(value: JsonValue) -> str:
     if isinstance(value, dict):
         return shlex.quote(
             "{" + ", ".join(f"{key}: {_text(each)}" for key, each in value.items()) + "}"

@@ -166,7 +166,7 @@ def attempted(
         return list(pool.map(one, configs))
 
 
-def _report(told: dict[str, Any]) -> ProgramReport:
+def _report(told: dict) -> ProgramReport:
     fields: dict[str, Any] = told | {"shape": tuple(told["shape"])}
     return ProgramReport(**fields)
 

@@ -11,12 +11,24 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import CoroutineType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 from policy.mesh import processes
 from rl.errors import no_room
 
+if TYPE_CHECKING:
+    import jax
+
+    ArrayOrShape: TypeAlias = jax.Array | jax.ShapeDtypeStruct
+
 _OS_ERROR = "os_error_code="
+
+
+class ArrayDescription(TypedDict):
+    """Shape and dtype of an array, as the manifest of a checkpoint has them."""
+
+    shape: list[int]
+    dtype: str
 
 
 class ArrayStore:
@@ -25,7 +37,7 @@ class ArrayStore:
     def __init__(self):
         self._orbax: Any = None
 
-    def begin(self, path: Path, arrays: Mapping[str, Any]) -> None:
+    def begin(self, path: Path, arrays: Mapping[str, jax.Array]) -> None:
         """Copies arrays to the host, in the caller's thread, and starts to write them to `path`.
 
         A copy in another thread could start a device program at the same time as the loop.
@@ -42,8 +54,8 @@ class ArrayStore:
         self._checkpointer().wait_until_finished()
 
     def read(
-        self, path: Path, template: Mapping[str, Any], *, partial: bool = False
-    ) -> dict[str, Any]:
+        self, path: Path, template: Mapping[str, ArrayOrShape], *, partial: bool = False
+    ) -> dict[str, jax.Array]:
         """Returns the arrays at `path` by name, with the shapes, dtypes and shardings of
         `template`.
 
@@ -95,7 +107,7 @@ class ArrayStore:
         return self._orbax
 
 
-def by_name(tree: Any) -> dict[str, Any]:
+def by_name(tree: object) -> dict[str, Any]:
     """Returns {path in the tree, as "params/layers/0/kernel": leaf}."""
     import jax
 
@@ -108,7 +120,7 @@ def by_name(tree: Any) -> dict[str, Any]:
     return named
 
 
-def description(name: str, leaf: Any) -> dict[str, Any]:
+def description(name: str, leaf: object) -> ArrayDescription:
     """Returns shape and dtype of an array. Raises TypeError for a leaf that is not a jax array of
     numbers."""
     import jax
@@ -150,7 +162,7 @@ def _is_not_repeated(record: logging.LogRecord) -> bool:
 _unraisable = sys.unraisablehook
 
 
-def _without_late_writers(event: Any) -> None:
+def _without_late_writers(event: sys.UnraisableHookArgs) -> None:
     """Shows errors that Python cannot raise, except writes of a failed save that outlive their
     event loop, and reads after the first one that failed, which Orbax has raised."""
     frames = traceback.extract_tb(event.exc_traceback)

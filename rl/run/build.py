@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -59,6 +59,9 @@ from rl.training.trainable import check_freeze
 from rollout import Generator, GeneratorOptions
 from rollout.engine import speculative
 from rollout.text.classes import token_classes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @contextmanager
@@ -189,7 +192,7 @@ def model(
     return made
 
 
-def on_mesh(config: RunConfig, devices: Sequence[Any] | None = None) -> Layout:
+def on_mesh(config: RunConfig, devices: Sequence[object] | None = None) -> Layout:
     """Returns the mesh of the configuration over `devices`, by default the devices of all
     processes.
 
@@ -248,7 +251,7 @@ def check_frozen(config: RunConfig) -> None:
 
 
 def generator(
-    config: RunConfig, model: Model, tokenizer: Any, options: GeneratorOptions
+    config: RunConfig, model: Model, tokenizer: PreTrainedTokenizerBase, options: GeneratorOptions
 ) -> Generator:
     """Returns the generator of a run."""
     lengths = {"max_length": config.max_length, "slots": slots(config, model.graph.layout)}

@@ -31,13 +31,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from policy.mesh import processes, serialization
 from rl.cluster.launch import on_first
 from rl.errors import ModelError, disk_room
-from rl.run.arrays import ArrayStore, by_name, description, is_storage_error
+from rl.run.arrays import ArrayDescription, ArrayStore, by_name, description, is_storage_error
 from rl.run.manifest import HOST, complete, examine, seal, sync_directory
+
+if TYPE_CHECKING:
+    from rl.run.arrays import ArrayOrShape
 
 ARRAYS = "arrays"
 _UNFINISHED = re.compile(r"\d+(\.replaced)?\.tmp-.+")
@@ -91,7 +94,7 @@ class Checkpoints:
         self._arrays = ArrayStore()
         self._bytes = 0  # of the arrays of the newest save
 
-    def save(self, number: int, arrays: Any, host: dict, wait: bool = False) -> None:
+    def save(self, number: int, arrays: object, host: dict, wait: bool = False) -> None:
         """Copies the arrays to the host, then writes them in the background; `wait` returns when
         they are on the disk.
 
@@ -140,7 +143,7 @@ class Checkpoints:
         if wait:
             self.wait()
 
-    def restore(self, template: Any) -> tuple[int, Any, dict] | None:
+    def restore(self, template: object) -> tuple[int, Any, dict] | None:
         """Returns the newest undamaged checkpoint, each array with the template's `sharding`.
 
         A warning names each damaged checkpoint with its file and problem; it is left out.
@@ -160,7 +163,7 @@ class Checkpoints:
         good = on_first(self._newest_good)
         return None if good is None else (good.number, self.read(good, template), good.host)
 
-    def read(self, checkpoint: _Good, template: Any) -> Any:
+    def read(self, checkpoint: _Good, template: object) -> Any:
         """Returns the arrays of a checkpoint from `find`; template and errors as in `restore`."""
         import jax
 
@@ -382,7 +385,9 @@ def _matching(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
     return [path for path in directory.iterdir() if pattern.fullmatch(path.name) and path.is_dir()]
 
 
-def _compare(path: Path, stored: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
+def _compare(
+    path: Path, stored: Mapping[str, ArrayDescription], requested: Mapping[str, ArrayOrShape]
+) -> None:
     """Raises CheckpointError for arrays that differ: Orbax itself would cast and pad them."""
     problems = []
     for name in sorted(stored.keys() | requested.keys()):
@@ -391,7 +396,9 @@ def _compare(path: Path, stored: Mapping[str, Any], requested: Mapping[str, Any]
         elif name not in stored:
             problems.append(f"{name}: in the run, not in the checkpoint")
         elif stored[name] != (
-            here := {"shape": list(requested[name].shape), "dtype": requested[name].dtype.name}
+            here := ArrayDescription(
+                shape=list(requested[name].shape), dtype=requested[name].dtype.name
+            )
         ):
             problems.append(
                 f"{name}: {_shown(stored[name])} in the checkpoint, {_shown(here)} in the run"
@@ -408,7 +415,7 @@ def _compare(path: Path, stored: Mapping[str, Any], requested: Mapping[str, Any]
         )
 
 
-def _shown(array: Mapping[str, Any]) -> str:
+def _shown(array: ArrayDescription) -> str:
     return f"{array['dtype']}{array['shape']}"
 
 

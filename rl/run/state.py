@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from policy.mesh import processes
 from rewards.text import quoted
@@ -31,6 +31,12 @@ from rl.stages.context import Context
 from rl.stages.export.weight_checks import check_finite
 from rl.stages.sharing import describe
 from rl.stages.stage import StageKind
+
+if TYPE_CHECKING:
+    from rl.training.reward_model import RewardModelState
+    from rl.training.trainer import RunState
+
+    StageState: TypeAlias = RunState | RewardModelState
 
 _FINISHED = """\
 {0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
@@ -169,7 +175,7 @@ class Run(Context):
     def save(
         self,
         stage: StageKind,
-        state: Any,
+        state: StageState,
         step: int,
         ended: bool,
         metrics: dict[str, float],
@@ -226,7 +232,7 @@ class Run(Context):
             )
         return not (ended and stage.index == len(stages) - 1)
 
-    def best_state(self, stage: StageKind, state: Any, step: int) -> Any:
+    def best_state(self, stage: StageKind, state: StageState, step: int) -> Any:
         """Returns the state that the run goes on with after the last step of a stage: that of its
         best step, if the stage has `best` with `take: best`. The arrays of `state` are then gone.
         """
@@ -323,7 +329,7 @@ class Run(Context):
             "FILE"
         )
 
-    def export_stopped(self, stage: StageKind, state: Any, step: int) -> stop.StoppedAt:
+    def export_stopped(self, stage: StageKind, state: StageState, step: int) -> stop.StoppedAt:
         """Writes the weights after this step, in a stage with `best` too, and returns the place."""
         place = stop.StoppedAt(stage.name, step)
         exported = self._export(stage, partial(stage.export_at, state), place)

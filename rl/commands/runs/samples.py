@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from policy.json_types import JsonObject, as_object
 
 if TYPE_CHECKING:
     from rewards import RunnerOptions
@@ -102,13 +104,15 @@ def _rewards(source: str, directory: str) -> tuple[Callable[[str], RunnerOptions
     return options_of, _limits(config.model_dump())
 
 
-def _limits(config: dict[str, Any]) -> dict[str, int]:
+def _limits(config: JsonObject) -> dict[str, int]:
     """Returns stage -> max_new_tokens of a configuration."""
     from rl.config.stage_names import stage_names
 
     result: dict[str, int] = {}
-    for name, stage in zip(stage_names(config), config.get("stages") or (), strict=False):
-        sampling = stage.get("sampling") if isinstance(stage, dict) else None
-        if isinstance(sampling, dict) and isinstance(sampling.get("max_new_tokens"), int):
-            result[name] = sampling["max_new_tokens"]
+    stages = config.get("stages")
+    entries = stages if isinstance(stages, list) else []
+    for name, stage in zip(stage_names(config), entries, strict=False):
+        limit = as_object(as_object(stage).get("sampling")).get("max_new_tokens")
+        if isinstance(limit, int):
+            result[name] = limit
     return result

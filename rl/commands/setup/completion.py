@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
+from types import ModuleType
 
 SUMMARY = "script by which a shell completes rl and rl-train"
 DESCRIPTION = """\
@@ -151,7 +151,7 @@ def _without_start(part: str, has_verbs: bool) -> str:
     return re.sub(r'^( *)"\(\*\):', r'\1"*:', functions, flags=re.MULTILINE)
 
 
-def _mark(parser: argparse.ArgumentParser, shtab: Any) -> None:
+def _mark(parser: argparse.ArgumentParser, shtab: ModuleType) -> None:
     """Says what each argument of a parser is, and of its verbs."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

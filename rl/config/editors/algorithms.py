@@ -17,6 +17,9 @@ from rl.config.packaged import presets
 
 _PRESET = "options of a paper, a file of configs/presets/; other keys of the stage go first"
 
+_Form = tuple[Any, FieldInfo]
+"""The type of an option, and its field."""
+
 
 def algorithm() -> Any:
     """Returns the type of the value in a complete configuration."""
@@ -51,7 +54,7 @@ def _preset(name: str, own: list[str]) -> type[BaseModel]:
     return options_model(f"presets-{name}", fields | _options(name))
 
 
-def _options(name: str) -> dict[str, tuple[Any, FieldInfo]]:
+def _options(name: str) -> dict[str, _Form]:
     """Returns the options of an algorithm: key -> (type, field)."""
     fields = type(rl.algorithms.get(name)).__pydantic_fields__
     return {key: (field.annotation, field) for key, field in fields.items()}
@@ -63,17 +66,17 @@ def _about(name: str) -> str:
     return " ".join(text.split("\n\n")[0].split()).rstrip(":.")
 
 
-def _of_any() -> dict[str, tuple[Any, FieldInfo]]:
+def _of_any() -> dict[str, _Form]:
     """Returns the options of all algorithms. One that several have accepts what any of them does,
     and has a default if all have this one."""
-    forms: dict[str, list[tuple[Any, FieldInfo]]] = defaultdict(list)
+    forms: dict[str, list[_Form]] = defaultdict(list)
     for name in rl.algorithms.known():
         for key, (annotation, field) in _options(name).items():
             forms[key].append((annotation, field))
     return {key: _joined(each) for key, each in forms.items()}
 
 
-def _joined(forms: list[tuple[Any, FieldInfo]]) -> tuple[Any, FieldInfo]:
+def _joined(forms: list[_Form]) -> _Form:
     """Returns a field that accepts what any of the fields does."""
     annotation, first = forms[0]
     types = {_with_bounds(*form): None for form in forms}
@@ -84,5 +87,5 @@ def _joined(forms: list[tuple[Any, FieldInfo]]) -> tuple[Any, FieldInfo]:
     return Union[*types], field  # noqa: UP007
 
 
-def _with_bounds(annotation: Any, field: FieldInfo) -> Any:
+def _with_bounds(annotation: object, field: FieldInfo) -> Any:
     return Annotated[annotation, *field.metadata] if field.metadata else annotation

@@ -11,9 +11,12 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rl.config.editors import files
+
+if TYPE_CHECKING:
+    from pydantic.json_schema import JsonSchemaValue
 
 _DIGITS = re.compile(r"\d+")
 _UNSAFE = re.compile(r"([^\w@%+=:,./~-])")
@@ -63,7 +66,7 @@ def candidates(word: str, before: Sequence[str] = ()) -> list[Candidate]:
 class Schema:
     """The keys of a configuration. Paths are dotted, with indices."""
 
-    def __init__(self, schema: dict[str, Any], algorithms: list[str | None]):
+    def __init__(self, schema: JsonSchemaValue, algorithms: list[str | None]):
         """algorithms: the algorithm of each stage; None if it is not known."""
         self._root = schema
         self._algorithms = algorithms
@@ -109,7 +112,7 @@ class Schema:
             for node in self._nodes(path.split("."))
         )
 
-    def _nodes(self, parts: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def _nodes(self, parts: Sequence[str]) -> Iterator[JsonSchemaValue]:
         """Yields the alternatives of the value at a path."""
         nodes = [*self._flat(self._root)]
         for number, part in enumerate(parts):
@@ -123,8 +126,8 @@ class Schema:
         yield from nodes
 
     def _children(
-        self, node: dict[str, Any], parts: Sequence[str]
-    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        self, node: JsonSchemaValue, parts: Sequence[str]
+    ) -> Iterator[tuple[str, JsonSchemaValue]]:
         """Yields the keys of a mapping, or the indices of a list of sections, each with its
         schema."""
         if (
@@ -143,7 +146,7 @@ class Schema:
             for index in range(max(1, len(self._algorithms)) if list(parts) == ["stages"] else 1):
                 yield str(index), entry
 
-    def _is_of(self, node: dict[str, Any], stage: str) -> bool:
+    def _is_of(self, node: JsonSchemaValue, stage: str) -> bool:
         """Whether a schema of options is the one of the stage's algorithm."""
         number = int(stage) if _DIGITS.fullmatch(stage) else len(self._algorithms)
         name = self._algorithms[number] if number < len(self._algorithms) else None
@@ -153,7 +156,7 @@ class Schema:
         named = properties.get("name", {}).get("const") == name
         return named or name in properties.get("preset", {}).get("enum", ())
 
-    def _flat(self, node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _flat(self, node: JsonSchemaValue) -> Iterator[JsonSchemaValue]:
         """Yields the alternatives of a schema, references resolved."""
         if "$ref" in node:
             yield from self._flat(self._root["$defs"][node["$ref"].rpartition("/")[2]])
@@ -163,22 +166,22 @@ class Schema:
             if "if" not in branch:
                 yield from self._flat(branch)
 
-    def _description(self, node: dict[str, Any]) -> str:
+    def _description(self, node: JsonSchemaValue) -> str:
         if "description" not in node and "$ref" in node:
             node = next(self._flat(node))
         return " ".join(node.get("description", "").split())
 
 
-def _types(node: dict[str, Any]) -> list[str]:
+def _types(node: JsonSchemaValue) -> list[str]:
     kinds = node.get("type", [])
     return [kinds] if isinstance(kinds, str) else kinds
 
 
-def _holds_keys(node: dict[str, Any]) -> bool:
+def _holds_keys(node: JsonSchemaValue) -> bool:
     return "properties" in node or ("items" in node and "$ref" in str(node["items"]))
 
 
-def _is_value(node: dict[str, Any]) -> bool:
+def _is_value(node: JsonSchemaValue) -> bool:
     scalars = {"string", "number", "integer", "boolean"} & {*_types(node)}
     free = "object" in _types(node) and "properties" not in node and "patternProperties" not in node
     plain_list = "array" in _types(node) and not _holds_keys(node)
@@ -243,7 +246,7 @@ def _algorithms(file: str) -> list[str | None]:
     return [_algorithm(stage) for stage in stages] if isinstance(stages, list) else []
 
 
-def _algorithm(stage: Any) -> str | None:
+def _algorithm(stage: object) -> str | None:
     algorithm = stage.get("algorithm") if isinstance(stage, dict) else None
     if isinstance(algorithm, dict):
         algorithm = algorithm.get("preset", algorithm.get("name"))

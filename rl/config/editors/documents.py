@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from importlib.resources.abc import Traversable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -235,7 +236,7 @@ def _architecture() -> type[BaseModel]:
         key for file in model_presets().values() for key in _keys(file) if key.endswith("_size")
     }
 
-    def optional(annotation: Any, about: str | None = None) -> Any:
+    def optional(annotation: object, about: str | None = None) -> Any:
         return annotation, Field(default_factory=str, description=about)
 
     counts = ("num_hidden_layers", "num_attention_heads", *sorted(sizes))
@@ -258,7 +259,7 @@ def _architecture() -> type[BaseModel]:
     return create_model("architecture", __config__=config, **fields)
 
 
-def _keys(file: Any) -> list[str]:
+def _keys(file: Traversable) -> list[str]:
     """Returns the keys of a decoder: those of the file, or of its `text_config`."""
     keys = []
     section = None

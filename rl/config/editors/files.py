@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from rl.config.packaged import PACKAGED
+
+if TYPE_CHECKING:
+    from pydantic.json_schema import JsonSchemaValue
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 RUN = "duet.schema.json"
@@ -28,14 +31,14 @@ COMMENT = "generated: python -m rl.config.editors.documents"
 _REFERENCE = re.compile(r'#/\$defs/([^"]+)"')
 
 
-def read(name: str) -> dict[str, Any]:
+def read(name: str) -> JsonSchemaValue:
     """Returns a shipped schema as one document, with those definitions that it needs."""
     text = (PACKAGED / name).read_text(encoding="utf-8").replace(f'"{DEFINITIONS}#', '"#')
     every = json.loads((PACKAGED / DEFINITIONS).read_text(encoding="utf-8"))["$defs"]
     return json.loads(text) | {"$defs": needed(text, every)}
 
 
-def needed(text: str, definitions: dict[str, Any]) -> dict[str, Any]:
+def needed(text: str, definitions: Mapping[str, JsonSchemaValue]) -> dict[str, JsonSchemaValue]:
     """Returns the definitions that a text refers to, directly or not, in their order."""
     names: set[str] = set()
     waiting = _REFERENCE.findall(text)
@@ -47,12 +50,12 @@ def needed(text: str, definitions: dict[str, Any]) -> dict[str, Any]:
     return {name: schema for name, schema in definitions.items() if name in names}
 
 
-def text_of(schema: dict[str, Any]) -> str:
+def text_of(schema: JsonSchemaValue) -> str:
     """Returns the text of a schema's file, in ASCII."""
     return json.dumps(schema, indent=1) + "\n"
 
 
-def with_rewards(schema: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def with_rewards(schema: JsonSchemaValue, names: Iterable[str]) -> JsonSchemaValue:
     """Adds names of rewards, which installed packages bring, to those that a schema accepts."""
     if (definition := schema.get("$defs", {}).get(REWARD)) is not None:
         accepted = definition["anyOf"][0]["enum"]

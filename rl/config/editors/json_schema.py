@@ -11,14 +11,14 @@ import inspect
 import json
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, create_model
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
-from rl.config.schema import Strict, accepted_types
+from rl.config.schema import Strict, TypedField, accepted_types
 
 _SCALARS = {int, float, str, bool}
 
@@ -28,7 +28,7 @@ class ConfigSchema(GenerateJsonSchema):
 
     def __init__(
         self,
-        types: Mapping[tuple[type, str], Any],
+        types: Mapping[tuple[type, str], object],
         more_keys: Mapping[type, Mapping[str, JsonSchemaValue]],
         choices: Mapping[type, tuple[str, Mapping[str, type[BaseModel]]]],
         given_elsewhere: Iterable[type],
@@ -52,7 +52,7 @@ class ConfigSchema(GenerateJsonSchema):
         _, definitions = self.generate_definitions(inputs)
         return {str(name): schema for name, schema in definitions.items()}
 
-    def field_title_should_be_set(self, schema: Any) -> bool:
+    def field_title_should_be_set(self, schema: object) -> bool:
         """No: editors would show it above the description, and it repeats the key."""
         return False
 
@@ -84,9 +84,9 @@ class ConfigSchema(GenerateJsonSchema):
         elif model.exactly_one:
             schema["oneOf"] = one_of(model.exactly_one)
 
-    def of_type(self, annotation: Any) -> JsonSchemaValue:
+    def of_type(self, annotation: object) -> JsonSchemaValue:
         """Returns the schema of any type that pydantic knows."""
-        return self.generate_inner(TypeAdapter(annotation).core_schema)
+        return self.generate_inner(TypeAdapter(cast(type, annotation)).core_schema)
 
     def _property(
         self, model: type[BaseModel], name: str, schema: JsonSchemaValue
@@ -152,7 +152,7 @@ def _nullable(schema: JsonSchemaValue) -> JsonSchemaValue:
     return rest | {"anyOf": branches if null in branches else [*branches, null]}
 
 
-def _about(annotation: Any) -> Iterator[str]:
+def _about(annotation: object) -> Iterator[str]:
     """Yields what the sections in an annotation say of themselves."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         if annotation.__doc__:
@@ -165,14 +165,14 @@ def _about(annotation: Any) -> Iterator[str]:
 _OPTIONS = ConfigDict(extra="forbid", protected_namespaces=())
 
 
-def options_model(name: str, fields: Mapping[str, tuple[Any, Any]]) -> type[BaseModel]:
+def options_model(name: str, fields: Mapping[str, TypedField]) -> type[BaseModel]:
     """Returns a model of options that are declared outside a section. fields: key -> (type, pydantic
     field)."""
-    keys: Any = fields
+    keys: dict[str, Any] = {**fields}
     return create_model(name, __config__=_OPTIONS, **keys)
 
 
-def named(name: str, annotation: Any) -> Any:
+def named(name: str, annotation: object) -> Any:
     """Returns a type whose schema is a definition with this name."""
     alias: Any = TypeAliasType
     return alias(name, annotation)

@@ -12,12 +12,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Number
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from policy.mesh import processes
 from rl.config.data import DataOptions, datasets_of
 from rl.config.run import RunConfig
-from rl.data.encoded import Example
+from rl.data.encoded import Example, Problem
 from rl.data.shard import Shard
 from rl.errors import DataError
 from rl.records.run_files import attempt_entries
@@ -28,12 +28,19 @@ from rollout.media.reference import Reference
 HELD_OUT = "evaluation"
 _BITS = 128
 
-Fingerprints = Mapping[str, Mapping[str, Any]]
-"""Name of a stage, or HELD_OUT -> {"rows": their number, "sha256": sum of the hashes of the
-rows}."""
+
+class Fingerprint(TypedDict):
+    """The number of rows, and the sum of their hashes."""
+
+    rows: int
+    sha256: str
 
 
-def fingerprints(stages: Sequence[StageKind], held_out: Sequence[Any]) -> Fingerprints:
+Fingerprints = Mapping[str, Fingerprint]
+"""Name of a stage, or HELD_OUT -> the fingerprint of its rows."""
+
+
+def fingerprints(stages: Sequence[StageKind], held_out: Sequence[Problem]) -> Fingerprints:
     """Returns the fingerprints of the rows. All processes call it in the same order."""
     sums: dict[int, int] = {}
     shards = {
@@ -93,7 +100,7 @@ def check(
     )
 
 
-def _difference(what: str, then: Any, now: Any) -> str | None:
+def _difference(what: str, then: object, now: Fingerprint | None) -> str | None:
     if (
         not isinstance(then, dict) or now is None or then == now
     ):  # an older version recorded nothing
@@ -127,7 +134,7 @@ def _described(config: RunConfig, name: str) -> str:
     return f"{rows} ({names})" if names else rows
 
 
-def _entry(rows: int, total: int) -> dict[str, Any]:
+def _entry(rows: int, total: int) -> Fingerprint:
     return {"rows": rows, "sha256": f"{total % 2**_BITS:0{_BITS // 4}x}"}
 
 
@@ -136,18 +143,18 @@ def _of_shard(shard: Shard) -> int:
     return _sum((number, (row, examples.get(number))) for number, row in shard.numbered().items())
 
 
-def _sum(numbered: Iterable[tuple[int, Any]]) -> int:
+def _sum(numbered: Iterable[tuple[int, object]]) -> int:
     return sum(_hash(number, row) for number, row in numbered) % 2**_BITS
 
 
-def _hash(number: int, row: Any) -> int:
+def _hash(number: int, row: object) -> int:
     text = json.dumps([number, row], default=_plain, separators=(",", ":"))
     return int.from_bytes(
         hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[: _BITS // 8], "big"
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Returns what counts of an object of a row: tokens, columns, and the digests of pictures and
     sounds."""
     if isinstance(value, Example):  # its prompt and answers are the tokens

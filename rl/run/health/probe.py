@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from policy.mesh import processes
 from policy.model import Model
 from rl.config.run import RunConfig
+from rl.data.encoded import Problem
 from rl.data.inspect.source import random_weights
 from rl.errors import ConfigError, DataError
 from rl.run import build
@@ -120,7 +120,7 @@ def _refusal(stage: str, faults: Sequence[str]) -> str:
     )
 
 
-def _problems(stage: Any, count: int, has_media: bool) -> list[Any]:
+def _problems(stage: StageKind, count: int, has_media: bool) -> list[Problem]:
     """Returns the first `count` problems in the order of the stage, without drawing them; with
     pictures or sounds at most those of a step, because no table holds more."""
     total = stage.rows.total

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from rl.errors import Fault
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rollout import SamplingParams
     from rollout.types import Trajectory
 
@@ -108,11 +110,10 @@ class ProbeResult:
             )
         return result
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns all fields as values that JSON can hold."""
-        return asdict(self) | {
-            "problems": [{"illness": each.name, "text": each.text} for each in self.check()]
-        }
+        problems = [{"illness": each.name, "text": each.text} for each in self.check()]
+        return {**asdict(self), "problems": problems}
 
 
 def probe(
@@ -120,7 +121,7 @@ def probe(
     problems: Sequence[Problem],
     params: SamplingParams,
     collect: Callable[[Sequence[Problem], SamplingParams, Sequence[int]], Rollouts],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[ProbeResult, Rollouts]:
     """Samples `params.n` completions of each problem with `collect`, and waits for their scores."""
     began = time.perf_counter()
@@ -153,7 +154,7 @@ def probe(
     return result, rollouts
 
 
-def _end(trajectory: Trajectory, params: SamplingParams, tokenizer: Any) -> str:
+def _end(trajectory: Trajectory, params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns the name of the stop that ended a trajectory."""
     last = int(trajectory.segments[-1].tokens[-1])
     if last in params.stop_token_ids:

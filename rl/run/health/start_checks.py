@@ -7,11 +7,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rl.config.run import RunConfig
 from rl.data.datasets import Example
-from rl.data.encoded import Pair, Problem
+from rl.data.encoded import Pair, Problem, Row
 from rl.data.inspect import Encoded, Refused, StageRows, check_stages, listing
 from rl.data.inspect.source import ENCODED, length_faults, random_weights, stage_rows
 from rl.data.reader import DataReader
@@ -79,7 +78,7 @@ def _described(config: RunConfig, data: DataReader, stage: StageKind) -> StageRo
     )
 
 
-def _encoded(each: Any, example: Example) -> list[Encoded]:
+def _encoded(each: Problem | Row | Pair | list, example: Example) -> list[Encoded]:
     """Returns the sequences of one entry of a Shard: a problem, a row, a pair, or labelled
     answers."""
     if isinstance(each, Problem):

@@ -4,8 +4,8 @@ of jax."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from rl.config.stage import BestOptions
 
@@ -25,7 +25,7 @@ class BestSteps:
     """The best steps of a stage so far, each better than the one before it. Only the last two are
     kept: the second last is the best one if the checkpoint of the last cannot be written."""
 
-    def __init__(self, options: BestOptions | None, host: Mapping[str, Any] | None):
+    def __init__(self, options: BestOptions | None, host: dict | None):
         """host: the host part of the checkpoint that the stage goes on from; None: it starts."""
         self.options = options
         saved = None if host is None else host.get(KEY)
@@ -53,12 +53,12 @@ class BestSteps:
         self._steps = [*self._steps[-1:], BestStep(number, step, value)]
         return True
 
-    def to_host(self) -> dict[str, Any]:
+    def to_host(self) -> dict[str, object]:
         """Returns what the host part of a checkpoint holds of them."""
         return {} if self.newest is None else {KEY: self.newest._asdict()}
 
 
-def named_by(host: Mapping[str, Any]) -> Iterable[int]:
+def named_by(host: dict) -> Iterable[int]:
     """Returns the numbers of the checkpoints that a checkpoint with this host part needs, besides
     itself."""
     return [host[KEY]["number"]] if KEY in host else []

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import rl.stages
+from policy.json_types import JsonValue
 from policy.mesh import serialization
 from rewards.text import quoted
 from rl.cluster.launch import on_first
@@ -48,7 +49,7 @@ class PlaceOfRun(NamedTuple):
     until: bool = False
 
     @classmethod
-    def of(cls, host: Mapping[str, Any]) -> PlaceOfRun:
+    def of(cls, host: dict) -> PlaceOfRun:
         """Returns the place of a checkpoint with this host part (host.json)."""
         return cls(
             host["stage"], host["step"], host.get("steps"), host["ended"], bool(host.get("until"))
@@ -74,7 +75,7 @@ def saved(directory: Path) -> RunConfig | None:
     return None
 
 
-def folder_state(directory: Path) -> tuple[Any, ...]:
+def folder_state(directory: Path) -> tuple[str | None, ...]:
     """Returns what tells whether another process has continued the run: its configuration and its
     checkpoints."""
     file = directory / files.RESOLVED
@@ -280,7 +281,7 @@ def _fixed(config: RunConfig) -> dict[str, object]:
     free = changeable(config)
     flat = {}
 
-    def walk(value: Any, path: str) -> None:
+    def walk(value: JsonValue, path: str) -> None:
         if isinstance(value, Mapping) and value:
             for key, child in value.items():
                 walk(child, f"{path}.{key}" if path else key)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 
@@ -24,7 +24,7 @@ from rl.data.media import read_processors
 from rl.data.tokenizer import read_tokenizer
 from rl.errors import ModelError
 from rl.run import build, load
-from rl.run.arrays import ArrayStore
+from rl.run.arrays import ArrayDescription, ArrayStore
 from rl.run.checkpoint import ARRAYS, CheckpointError, damaged, none_undamaged
 from rl.run.manifest import examine
 from rl.run.unfinished.checkpoints import StoredCheckpoint, chosen
@@ -32,6 +32,9 @@ from rl.run.unfinished.stop import in_use
 from rl.stages import kind_of
 from rl.stages.export import generation
 from rollout.media.processors import Processors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _PREFIX = "policy/params/"  # of the policy's weights in the checkpoints of every stage
 _TRIES = 10
@@ -51,11 +54,11 @@ class CheckpointWeights:
         chosen(directory, self.config, step)  # refuses a step before prompts are read
 
     @cached_property
-    def _tokenizer(self) -> tuple[Any, tuple[int, ...]]:
+    def _tokenizer(self) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]]:
         return read_tokenizer(self.config)
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """Returns the tokenizer of the run."""
         return self._tokenizer[0]
 
@@ -69,7 +72,7 @@ class CheckpointWeights:
         """Returns the positions that the model was made for."""
         return models.positions(self.config.model)
 
-    def processors(self, tokenizer: Any) -> Processors | None:
+    def processors(self, tokenizer: PreTrainedTokenizerBase) -> Processors | None:
         """Returns what reads pictures and sounds; None if the model has no towers."""
         return read_processors(self.config, tokenizer)
 
@@ -113,7 +116,7 @@ class CheckpointWeights:
         raise none_undamaged(problems, "Name another one with --step, or another model.")
 
     def _read(
-        self, checkpoint: StoredCheckpoint, arrays: Mapping[str, Any], graph: Graph
+        self, checkpoint: StoredCheckpoint, arrays: Mapping[str, ArrayDescription], graph: Graph
     ) -> Model | None:
         template = {
             f"{_PREFIX}{path}": jax.ShapeDtypeStruct(
@@ -155,7 +158,9 @@ class CheckpointWeights:
 
 
 def _check(
-    path: Path, stored: Mapping[str, Any], requested: Mapping[str, jax.ShapeDtypeStruct]
+    path: Path,
+    stored: Mapping[str, ArrayDescription],
+    requested: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
     """Raises ModelError for towers that a checkpoint lacks, CheckpointError for other weights, or
     of other shapes."""
