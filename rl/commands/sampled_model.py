@@ -15,13 +15,12 @@ from rl.data import models
 from rl.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from policy.json_types import JsonObject
     from policy.model import Model
     from rl.run.unfinished.weights import CheckpointWeights
     from rollout import SamplingParams
     from rollout.media.processors import Processors
+    from rollout.text.interface import Tokenizer
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -42,7 +41,7 @@ class ModelFiles:
         except ValueError as error:
             raise ModelError(f"{directory}: {error}") from None
 
-    def processors(self, tokenizer: PreTrainedTokenizerBase) -> Processors | None:
+    def processors(self, tokenizer: Tokenizer) -> Processors | None:
         """Returns what reads pictures and sounds; None if the model has no towers."""
         from rl.data.media import processors_of
 
@@ -71,7 +70,7 @@ class SampledModel:
 
     source: ModelFiles | CheckpointWeights
     dtype: Dtype
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     params: SamplingParams
 
     @property

@@ -61,7 +61,7 @@ from rollout.engine import speculative
 from rollout.text.classes import token_classes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from rollout.text.interface import Tokenizer
 
 
 @contextmanager
@@ -251,7 +251,7 @@ def check_frozen(config: RunConfig) -> None:
 
 
 def generator(
-    config: RunConfig, model: Model, tokenizer: PreTrainedTokenizerBase, options: GeneratorOptions
+    config: RunConfig, model: Model, tokenizer: Tokenizer, options: GeneratorOptions
 ) -> Generator:
     """Returns the generator of a run."""
     lengths = {"max_length": config.max_length, "slots": slots(config, model.graph.layout)}

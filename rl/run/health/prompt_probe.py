@@ -18,9 +18,8 @@ from rl.errors import Fault
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from rollout import SamplingParams
+    from rollout.text.interface import Tokenizer
     from rollout.types import Trajectory
 
 FIRST_ID = 3 << 29
@@ -121,7 +120,7 @@ def probe(
     problems: Sequence[Problem],
     params: SamplingParams,
     collect: Callable[[Sequence[Problem], SamplingParams, Sequence[int]], Rollouts],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
 ) -> tuple[ProbeResult, Rollouts]:
     """Samples `params.n` completions of each problem with `collect`, and waits for their scores."""
     began = time.perf_counter()
@@ -154,7 +153,7 @@ def probe(
     return result, rollouts
 
 
-def _end(trajectory: Trajectory, params: SamplingParams, tokenizer: PreTrainedTokenizerBase) -> str:
+def _end(trajectory: Trajectory, params: SamplingParams, tokenizer: Tokenizer) -> str:
     """Returns the name of the stop that ended a trajectory."""
     last = int(trajectory.segments[-1].tokens[-1])
     if last in params.stop_token_ids:

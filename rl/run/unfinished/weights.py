@@ -34,7 +34,7 @@ from rl.stages.export import generation
 from rollout.media.processors import Processors
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from rollout.text.interface import Tokenizer
 
 _PREFIX = "policy/params/"  # of the policy's weights in the checkpoints of every stage
 _TRIES = 10
@@ -54,11 +54,11 @@ class CheckpointWeights:
         chosen(directory, self.config, step)  # refuses a step before prompts are read
 
     @cached_property
-    def _tokenizer(self) -> tuple[PreTrainedTokenizerBase, tuple[int, ...]]:
+    def _tokenizer(self) -> tuple[Tokenizer, tuple[int, ...]]:
         return read_tokenizer(self.config)
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
+    def tokenizer(self) -> Tokenizer:
         """Returns the tokenizer of the run."""
         return self._tokenizer[0]
 
@@ -72,7 +72,7 @@ class CheckpointWeights:
         """Returns the positions that the model was made for."""
         return models.positions(self.config.model)
 
-    def processors(self, tokenizer: PreTrainedTokenizerBase) -> Processors | None:
+    def processors(self, tokenizer: Tokenizer) -> Processors | None:
         """Returns what reads pictures and sounds; None if the model has no towers."""
         return read_processors(self.config, tokenizer)
 

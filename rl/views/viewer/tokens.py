@@ -143,9 +143,7 @@ def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 def _decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
-    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str)  # a list for a batch of ids only
-    return text
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _media_tokens(source: JsonValue) -> MediaTokens | None:
