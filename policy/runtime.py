@@ -36,8 +36,9 @@ class Runtime:
     `host_parameters`: trained weights live in host memory (policy/ops/host_memory.py).
     `table_memory`: n-gram tables and the table of the embeddings for each layer live in the memory
     of the device or of its host; with "host" only the rows that are looked up reach the device.
-    `train_layer_embeddings`: that table is trained. `num_vocab_tiling`: number of chunks of tokens
-    whose logits are computed one after the other (policy/heads/head.py); None: chosen by size.
+    `train_layer_embeddings`: that table is trained. `num_vocab_tiling`: number of parts whose
+    logits are computed one after the other (policy/heads/head.py: tiles of the vocabulary for
+    log-probabilities, else chunks of tokens); None: chosen by size.
 
     Positions. `max_length` is the number of tokens of the longest sequence, by which LongRoPE
     chooses its factors. Runs and generators set it, so that trainer and generator compute the same;
@@ -101,8 +102,8 @@ class Runtime:
     num_vocab_tiling: int | None = option(
         None,
         ge=1,
-        description="chunks of tokens whose logits are computed one by one; null: as few as have "
-        "at most 2^24 logits each",
+        description="parts in which logits are computed one by one, and then none are kept for the "
+        "backward pass; null: chosen by size, docs/memory.md",
     )
     expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = option(
         "auto",

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from policy.config import LogitScaling
-from policy.heads import vocab_tiles
-from policy.heads.logit_scaling import scaled, slope
+from policy.heads import tiled, vocab_tiles
+from policy.heads.logit_scaling import scaled
+from policy.heads.tiled import LocalTiles
 from policy.heads.vocab_tiles import Tiles, TopTokens
+from policy.mesh.device_memory import total_memory
 from policy.mesh.explicit import in_explicit_mode, over_devices, with_explicit_axes
 from policy.mesh.sharding import Layout, axes_of
 from policy.ops.projection import Projection
@@ -28,6 +29,14 @@ _Pair = tuple[jax.Array, jax.Array]
 
 # Largest number of logits of a chunk unless the number of chunks is set: 2^24 float32 are 64 MiB.
 CHUNK_LOGITS = 1 << 24
+
+# The same of a tile of the vocabulary on a CPU, whose caches hold the 4 MiB, and the least tokens of
+# a tile unless the number of tiles is set.
+CPU_TILE_LOGITS = 1 << 20
+LEAST_TOKENS = 512
+
+# Share of a device's memory up to which the logits of a call are kept for its backward pass.
+KEPT_SHARE = 1 / 16
 
 
 def logits(
@@ -49,24 +58,40 @@ def logits(
 
 @dataclass(frozen=True)
 class Tiling:
-    """The chunks in which the rows are computed.
+    """The parts in which logits are computed.
 
-    tiles: number of chunks, the last one padded if they do not divide; None: as few as have at most
-    CHUNK_LOGITS logits each. layout: the devices that share the rows. Each computes its own rows
-    with the full weight, or with its part of the vocabulary.
+    tiles: number of parts, for log-probabilities tiles of the vocabulary, else chunks of rows, of
+    which the last is padded if they do not divide; None: chosen by size. layout: the devices that
+    share the rows. Each computes its own rows with the full weight, or with its part of the
+    vocabulary. may_keep: logits may be kept for the backward pass, where `tiles` is None and they
+    take at most KEPT_SHARE of the device's memory.
     """
 
     tiles: int | None = None
     layout: Layout | None = None
+    may_keep: bool = True
 
     def rows(self, M: int, V: int) -> int:
         """Returns the rows of a chunk."""
         return max(1, min(M, CHUNK_LOGITS // V) if self.tiles is None else -(-M // self.tiles))
 
+    def keeps(self, M: int, V: int) -> bool:
+        """Returns whether a device keeps its M V logits. It follows from the sizes alone."""
+        if self.tiles is not None or not self.may_keep:
+            return False
+        total = total_memory(self._device)
+        return total is not None and KEPT_SHARE * total >= 4 * M * V
+
+    def local(self, M: int, V: int, scaling: LogitScaling) -> LocalTiles:
+        """Returns the tiles of the vocabulary where each device has the full weight."""
+        most = CPU_TILE_LOGITS if self._device.platform == "cpu" else CHUNK_LOGITS
+        least = -(-V // max(LEAST_TOKENS, most // M)) if self.tiles is None else self.tiles
+        return LocalTiles.of(V, min(least, V), scaling, self.keeps(M, V))
+
     def of_vocabulary(
         self, M: int, weight_VE: jax.Array, scaling: LogitScaling, any_cut: bool = False
     ) -> Tiles | None:
-        """Returns tiles of the vocabulary, where these replace chunks of rows; else None.
+        """Returns tiles of the vocabulary, where devices share the weight; else None.
 
         They do where the devices that share the rows also share E. In explicit mode, or with
         `any_cut`, they do where devices share any part of the weight.
@@ -78,7 +103,13 @@ class Tiling:
             return None
         V = weight_VE.shape[0]
         rows = self.layout.sharding(("batch",), (M,)).shard_shape((M,))[0]
-        return Tiles.of(self.layout, V, self.tiles or -(-rows * V // CHUNK_LOGITS), scaling)
+        own = self.layout.sharding(("vocab",), (V,)).shard_shape((V,))[0]
+        least = self.tiles or -(-rows * V // CHUNK_LOGITS)
+        return Tiles.of(self.layout, V, least, scaling, self.keeps(rows, own))
+
+    @property
+    def _device(self) -> Any:
+        return jax.local_devices()[0] if self.layout is None else self.layout.mesh.devices.flat[0]
 
     def spread(self, function: Callable, M: int, *row_inputs: bool) -> Callable:
         """Returns `function` run by every device on its own rows.
@@ -122,18 +153,15 @@ def logprobs(
     left_out_MK: int32, ids whose logits are -inf, padded with -1: the distribution is over the
     others; None: over all.
 
-    The tokens are computed in chunks, and the backward pass recomputes the logits, so nothing of
-    size [M, V] is stored. Both results are differentiable in hidden and weight.
+    The tokens are computed with one tile of the vocabulary after another (policy/heads/tiled.py),
+    and nothing of size [M, V] is stored but the logits for the backward pass, where
+    `tiling.keeps`. Both results are differentiable in hidden and weight.
     """
 
     def local(hidden, weight, targets, temperature, *left_out):
-        M = hidden.shape[0]
-        cut = in_chunks(tiling.rows(M, weight.shape[0]), hidden, targets, *left_out)
-        left_out = cut[2] if left_out else None
-        logp, entropy = cast(
-            _Pair, _chunked(cut[0], weight, cut[1], temperature, left_out, scaling)
-        )
-        return logp.reshape(-1, targets.shape[1])[:M], entropy.reshape(-1)[:M]
+        tiles = tiling.local(hidden.shape[0], weight.shape[0], scaling)
+        left_out = left_out[0] if left_out else None
+        return tiled.logprobs(hidden, weight, targets, temperature, left_out, tiles)
 
     M = hidden_ME.shape[0]
     temperature = jnp.asarray(temperature, jnp.float32)
@@ -148,14 +176,13 @@ def logprobs(
 
         explicit = with_explicit_axes(in_types, tiling.layout.mesh, specs)
         return cast(_Pair, explicit(hidden_ME, weight_VE, targets, temperature, *left_out))
-    if (tiles := tiling.of_vocabulary(M, weight_VE, scaling)) is not None:
-        run = vocab_tiles.logprobs(
-            hidden_ME, weight_VE, targets.reshape(M, -1), temperature, left_out_MK, tiles
-        )
+    inputs = hidden_ME, weight_VE, targets.reshape(M, -1), temperature
+    if (tiles := tiling.of_vocabulary(M, weight_VE, scaling, any_cut=True)) is not None:
+        run = tiled.logprobs(*inputs, left_out_MK, tiles)
         logp, entropy = cast(_Pair, run)
     else:
         run = tiling.spread(local, M, True, False, True, False, *[True for _ in left_out])
-        logp, entropy = run(hidden_ME, weight_VE, targets.reshape(M, -1), temperature, *left_out)
+        logp, entropy = run(*inputs, *left_out)
     return logp.reshape(targets.shape), entropy
 
 
@@ -241,62 +268,6 @@ def likeliest(
     return run(*jax.lax.stop_gradient((hidden_ME, weight_VE)))
 
 
-def _log_softmax(z, temperature, left_out=None):
-    """left_out: int[rows, K], ids of each row whose result is -inf, padded with -1; None: none."""
+def _log_softmax(z, temperature):
     z = z / temperature
-    if left_out is not None:
-        places = jnp.where(left_out < 0, z.shape[1], left_out)
-        z = z.at[jnp.arange(z.shape[0])[:, None], places].set(-jnp.inf, mode="drop")
     return z - jax.nn.logsumexp(z, axis=-1, keepdims=True)
-
-
-def _factor(log_p, left_out):
-    """Returns log_p as a factor of p: 0 in place of -inf, which p = 0 would make NaN."""
-    return log_p if left_out is None else jnp.where(jnp.isneginf(log_p), 0.0, log_p)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _chunked(hidden, weight, targets, temperature, left_out, scaling):
-    def one(xs):
-        h, t, out = xs
-        log_p = _log_softmax(logits(h, weight, scaling), temperature, out)
-        entropy = -jnp.sum(jnp.exp(log_p) * _factor(log_p, out), axis=-1)
-        return jnp.take_along_axis(log_p, t, axis=-1), entropy
-
-    return jax.lax.map(one, (hidden, targets, left_out))
-
-
-def _forward(hidden, weight, targets, temperature, left_out, scaling):
-    logp, entropy = cast(_Pair, _chunked(hidden, weight, targets, temperature, left_out, scaling))
-    return (logp, entropy), (hidden, weight, targets, temperature, left_out, entropy)
-
-
-def _backward(scaling, saved, cotangents):
-    """Computes the gradients of hidden and weight.
-
-    d logp / dz = onehot - p and d H / dz = -p (log p + H), both divided by the temperature; the
-    scaling of logits adds the factor `slope`. Ids that are left out have p = 0.
-    """
-    hidden, weight, targets, temperature, left_out, entropy = saved
-    w = weight.astype(hidden.dtype)
-
-    def one(g_weight, xs):
-        h, t, out, ent, g_logp, g_ent = xs
-        z = logits(h, weight, scaling)
-        log_p = _log_softmax(z, temperature, out)
-        p = jnp.exp(log_p)
-        g_z = -p * (
-            g_logp.sum(axis=-1, keepdims=True)
-            + g_ent[:, None] * (_factor(log_p, out) + ent[:, None])
-        )
-        g_z = g_z.at[jnp.arange(t.shape[0])[:, None], t].add(g_logp, unique_indices=t.shape[1] == 1)
-        g_z = (g_z * slope(z, scaling) / temperature).astype(h.dtype)
-        g_weight = g_weight + jnp.einsum("mv,me->ve", g_z, h, preferred_element_type=jnp.float32)
-        return g_weight, g_z @ w
-
-    start = jnp.zeros(weight.shape, jnp.float32)
-    g_weight, g_hidden = jax.lax.scan(one, start, (hidden, targets, left_out, entropy, *cotangents))
-    return g_hidden, g_weight.astype(weight.dtype), None, None, None
-
-
-_chunked.defvjp(_forward, _backward)

@@ -102,7 +102,8 @@ def predictions(
         decoder = nnx.merge(graph, own, jax.lax.stop_gradient(rest))
         states = jax.lax.stop_gradient(states)
     config = decoder.config
-    tiling = head.Tiling(runtime.num_vocab_tiling, runtime.layout)
+    # The logits of all modules would be kept at once, until the gradients of the first begin.
+    tiling = head.Tiling(runtime.num_vocab_tiling, runtime.layout, may_keep=False)
     best = _likeliest(decoder, hidden_BTE, step.tree, 1, tiling)
 
     def module(d, states):

@@ -1,10 +1,10 @@
-"""Log-probabilities and entropies where the output projection is cut along E over the devices that
-share the rows.
+"""Tiles of the vocabulary where devices share the output projection: along E those that share the
+rows, along V others.
 
-All rows are computed with one tile of the vocabulary after another: devices exchange a tile of the
-projection, use it and drop it, and the gradient of a tile is summed over the devices and stored
-where the tile is stored. Chunks of rows (policy/heads/head.py) would need the full projection on
-every device, and a float32 gradient of its size: 1 and 2 GiB for llama3.1-8b.
+All rows are computed with one tile of the vocabulary after another (policy/heads/tiled.py): devices
+exchange a tile of the projection, use it and drop it, and the gradient of a tile is summed over the
+devices and stored where the tile is stored. Chunks of rows would need the full projection on every
+device, and a float32 gradient of its size: 1 and 2 GiB for llama3.1-8b.
 
 M rows, E hidden, V vocabulary, K targets per row; P parts into which the mesh cuts V, n tiles of P
 x W tokens, N tokens of a tile; X any size.
@@ -12,9 +12,10 @@ x W tokens, N tokens of a tile; X any size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +26,27 @@ from policy.heads.logit_scaling import scaled, slope
 from policy.mesh.explicit import in_explicit_mode
 from policy.mesh.sharding import Layout, annotate, constrain
 
+T = TypeVar("T")
+
+
+class Tile(NamedTuple):
+    """A tile: its number, its weights [N, E] on every device, and its tokens int32[N]."""
+
+    number: Any
+    weights: jax.Array
+    ids: jax.Array
+
+
+OneTile = Callable[[Any, Tile, Any], tuple[Any, Any]]
+"""(carry, tile, what was kept of it) -> (carry, what to keep of it)."""
+
 
 @dataclass(frozen=True)
 class Tiles:
-    """`count` tiles of `parts` x `width` tokens; numbers from `vocab` on are no tokens."""
+    """`count` tiles of `parts` x `width` tokens; numbers from `vocab` on are no tokens.
+
+    keeps: whether the products of all tiles are kept between the forward and the backward pass.
+    """
 
     layout: Layout
     vocab: int
@@ -36,14 +54,22 @@ class Tiles:
     count: int
     width: int
     scaling: LogitScaling
+    keeps: bool = False
 
     @classmethod
-    def of(cls, layout: Layout, vocab: int, least: int, scaling: LogitScaling) -> Tiles:
+    def of(
+        cls, layout: Layout, vocab: int, least: int, scaling: LogitScaling, keeps: bool = False
+    ) -> Tiles:
         """Makes `least` tiles, or a few more where these divide the vocabulary."""
         parts = vocab // layout.sharding(("vocab",), (vocab,)).shard_shape((vocab,))[0]
         each = vocab // parts
         count = next((n for n in range(least, 2 * least) if each % n == 0), least)
-        return cls(layout, vocab, parts, count, -(-each // count), scaling)
+        return cls(layout, vocab, parts, count, -(-each // count), scaling, keeps)
+
+    @property
+    def is_padded(self) -> bool:
+        """Returns whether some numbers of tiles are no tokens."""
+        return self.parts * self.count * self.width > self.vocab
 
     def cut(self, weight_VE: jax.Array) -> jax.Array:
         """Cuts the projection into tiles [P, n, W, E]."""
@@ -99,13 +125,63 @@ class Tiles:
 
         The logits of numbers that are no tokens, and of the ids `left_out` of a row, are -inf.
         """
-        z = jnp.einsum("me,ne->mn", hidden_ME, tile_NE, preferred_element_type=jnp.float32)
-        z = scaled(z, self.scaling)
+        return self.scaled(products(hidden_ME, tile_NE), ids_N, temperature, left_out_MK)
+
+    def scaled(
+        self,
+        z_MN: jax.Array,
+        ids_N: jax.Array,
+        temperature: jax.Array,
+        left_out_MK: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the results of `logits` from the products z of states and weights."""
+        z = scaled(z_MN, self.scaling)
         slope_MN = slope(z, self.scaling) / temperature
         is_left = ids_N < self.vocab
         if left_out_MK is not None:
             is_left = is_left & ~jnp.any(left_out_MK[:, :, None] == ids_N, axis=1)
         return jnp.where(is_left, z / temperature, -jnp.inf), slope_MN
+
+    def scan(self, one: OneTile, carry: T, cut: jax.Array, dtype: DTypeLike, kept: Any) -> tuple:
+        """Runs `one` over the tiles. Returns (the last carry, what it returned besides, by tile).
+
+        kept: the second result of an earlier scan, from which every tile gets its part; None: none.
+        """
+
+        def step(carry, xs):
+            j, part = xs
+            return one(carry, Tile(j, *self.tile(cut, j, dtype)), part)
+
+        return jax.lax.scan(step, carry, (jnp.arange(self.count), kept))
+
+    def at(self, z_MN: jax.Array, targets_MK: jax.Array, tile: Tile) -> jax.Array:
+        """Returns the numbers of the targets that lie in the tile, 0 for others, [M, K]."""
+        here = targets_MK[:, :, None] == tile.ids
+        return jnp.where(here, z_MN[:, None], 0.0).sum(axis=2)
+
+    def add_at(
+        self, z_MN: jax.Array, targets_MK: jax.Array, values_MK: jax.Array, tile: Tile
+    ) -> jax.Array:
+        """Adds `values` to the numbers of the targets that lie in the tile."""
+        here = targets_MK[:, :, None] == tile.ids
+        return z_MN + jnp.where(here, values_MK[:, :, None], 0.0).sum(axis=1)
+
+    def no_gradient(self, cut_PnWE: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Returns zeros for the gradients of all tiles."""
+        return self.constrain_tiles(jnp.zeros(cut_PnWE.shape, dtype))
+
+    def with_gradient(
+        self, g_cut: jax.Array, g_MN: jax.Array, hidden_ME: jax.Array, tile: Tile
+    ) -> jax.Array:
+        """Returns the gradients of all tiles with the gradient of this tile."""
+        g_tile = self.summed("mn,me->ne", g_MN, hidden_ME, ("vocab", None)).astype(g_cut.dtype)
+        g_tile = self.constrain_tiles(g_tile.reshape(self.parts, 1, self.width, -1))
+        return jax.lax.dynamic_update_slice_in_dim(g_cut, g_tile, tile.number, axis=1)
+
+
+def products(hidden_ME: jax.Array, tile_NE: jax.Array) -> jax.Array:
+    """Returns the products of states and weights of a tile, float32[M, N]."""
+    return jnp.einsum("me,ne->mn", hidden_ME, tile_NE, preferred_element_type=jnp.float32)
 
 
 def add_exp(sums: tuple[jax.Array, jax.Array], z_MN: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -198,85 +274,3 @@ def top_and_rest(
     rest = largest + jnp.log(jnp.where(largest > low, total, 0.0))
     normal = jnp.logaddexp(jax.nn.logsumexp(top, axis=1), rest)
     return TopTokens(top - normal[:, None], ids, rest - normal)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def logprobs(
-    hidden_ME: jax.Array,
-    weight_VE: jax.Array,
-    targets_MK: jax.Array,
-    temperature: jax.Array,
-    left_out_MK: jax.Array | None,
-    tiles: Tiles,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (logp [M, K] of the targets, entropy [M]), float32. Both are differentiable in hidden
-    and weight.
-
-    left_out_MK: as in policy/heads/head.py:logprobs.
-    """
-    return _scored(hidden_ME, weight_VE, targets_MK, temperature, left_out_MK, tiles)[0]
-
-
-def _scored(hidden, weight, targets, temperature, left_out, tiles: Tiles):
-    """Returns ((logp, entropy), the logarithm of the softmax sum [M])."""
-    M = hidden.shape[0]
-    cut = tiles.cut(weight)
-
-    def one(j, carry):
-        top, total, weighed, at_targets = carry
-        tile, ids = tiles.tile(cut, j, hidden.dtype)
-        z, _ = tiles.logits(hidden, tile, ids, temperature, left_out)
-        new = jnp.maximum(top, z.max(axis=1))
-        e = jnp.exp(z - new[:, None])
-        shrunk = jnp.exp(top - new)
-        total = total * shrunk + e.sum(axis=1)
-        weighed = weighed * shrunk + jnp.where(e > 0, z * e, 0.0).sum(axis=1)
-        here = targets[:, :, None] == ids
-        return new, total, weighed, at_targets + jnp.where(here, z[:, None], 0.0).sum(axis=2)
-
-    low = jnp.finfo(jnp.float32).min  # not -inf: all ids of the first tiles may be left out
-    start = jnp.full(M, low), jnp.zeros(M), jnp.zeros(M), jnp.zeros(targets.shape)
-    top, total, weighed, at_targets = jax.lax.fori_loop(
-        0, tiles.count, one, tuple(map(tiles.rows, start))
-    )
-    normal = top + jnp.log(total)
-    return (at_targets - normal[:, None], normal - weighed / total), normal
-
-
-def _forward(hidden, weight, targets, temperature, left_out, tiles: Tiles):
-    (logp, entropy), normal = _scored(hidden, weight, targets, temperature, left_out, tiles)
-    return (logp, entropy), (hidden, weight, targets, temperature, left_out, normal, entropy)
-
-
-def _backward(tiles: Tiles, saved, cotangents):
-    """Computes the gradients of policy/heads/head.py tile by tile."""
-    hidden, weight, targets, temperature, left_out, normal, entropy = saved
-    g_logp, g_entropy = cotangents
-    cut = tiles.cut(weight)
-
-    def one(j, carry):
-        g_hidden, g_cut = carry
-        tile, ids = tiles.tile(cut, j, hidden.dtype)
-        z, slope = tiles.logits(hidden, tile, ids, temperature, left_out)
-        log_p = z - normal[:, None]
-        p = jnp.exp(log_p)
-        spread = g_logp.sum(axis=1, keepdims=True) + g_entropy[:, None] * jnp.where(
-            p > 0, log_p + entropy[:, None], 0.0
-        )
-        here = targets[:, :, None] == ids
-        g_z = (jnp.where(here, g_logp[:, :, None], 0.0).sum(axis=1) - p * spread) * slope
-        g_z = g_z.astype(hidden.dtype)
-        g_hidden = g_hidden + tiles.summed("mn,ne->me", g_z, tile, ("batch", None))
-        g_tile = tiles.summed("mn,me->ne", g_z, hidden, ("vocab", None))
-        g_tile = tiles.constrain_tiles(g_tile.reshape(tiles.parts, 1, tiles.width, -1))
-        return g_hidden, jax.lax.dynamic_update_slice_in_dim(g_cut, g_tile, j, axis=1)
-
-    start = (
-        tiles.rows(jnp.zeros(hidden.shape, jnp.float32)),
-        tiles.constrain_tiles(jnp.zeros(cut.shape)),
-    )
-    g_hidden, g_cut = jax.lax.fori_loop(0, tiles.count, one, start)
-    return g_hidden.astype(hidden.dtype), tiles.join(g_cut).astype(weight.dtype), None, None, None
-
-
-logprobs.defvjp(_forward, _backward)

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from policy.mesh.device_memory import TPU_GIB
+
 
 @dataclass(frozen=True)
 class Chip:
     """Peak rates of one device.
 
     tflops: 10^12 bfloat16 operations per second.
-    memory: GiB. For TPUs, the limit of a program in libtpu 0.0.52 (for v4, per chip, from its error
-    messages); for
-        GPUs, all memory.
+    memory: GiB. For TPUs, the limit of a program (policy/mesh/device_memory.py); for GPUs, all
+        memory.
     bandwidth: 10^9 bytes per second of its memory.
     links: 10^9 bytes per second to other chips of its slice or host; 0: it has no such links.
     between: 10^9 bytes per second to other slices, over the network of the data center; 0: unknown.
@@ -38,13 +39,13 @@ CPU = Chip("cpu", tflops=0.1, memory=0.0, bandwidth=20.0, links=5.0)
 # Part of jax's device_kind -> chip. The first match counts.
 _KINDS = {
     "TPU7x": Chip(
-        "tpu7x", 1153.5, 94.74, 3690.0, 600.0, 6.25
+        "tpu7x", 1153.5, TPU_GIB["TPU7x"], 3690.0, 600.0, 6.25
     ),  # half a chip: each of its two cores is a jax device
-    "TPU v6": Chip("v6e", 918.0, 31.24, 1640.0, 448.0, 12.5),
-    "TPU v5 lite": Chip("v5e", 197.0, 15.75, 819.0, 200.0, 3.125),
-    "TPU v5e": Chip("v5e", 197.0, 15.75, 819.0, 200.0, 3.125),
-    "TPU v5": Chip("v5p", 459.0, 95.73, 2765.0, 600.0, 6.25),
-    "TPU v4": Chip("v4", 275.0, 30.75, 1228.0, 300.0, 6.25),
+    "TPU v6": Chip("v6e", 918.0, TPU_GIB["TPU v6"], 1640.0, 448.0, 12.5),
+    "TPU v5 lite": Chip("v5e", 197.0, TPU_GIB["TPU v5 lite"], 819.0, 200.0, 3.125),
+    "TPU v5e": Chip("v5e", 197.0, TPU_GIB["TPU v5e"], 819.0, 200.0, 3.125),
+    "TPU v5": Chip("v5p", 459.0, TPU_GIB["TPU v5"], 2765.0, 600.0, 6.25),
+    "TPU v4": Chip("v4", 275.0, TPU_GIB["TPU v4"], 1228.0, 300.0, 6.25),
     "B200": Chip("b200", 2250.0, 180.0, 8000.0, 900.0),
     "H200": Chip("h200", 989.0, 141.0, 4800.0, 450.0),
     "H100": Chip("h100", 989.0, 80.0, 3350.0, 450.0),

@@ -5,8 +5,9 @@ Resident bytes per device are exact: they follow from the shapes of arrays and t
 Temporaries and seconds are a model of a few terms, good for a comparison of configurations:
 
 - Temporaries of an update: float32 gradients; for each token and layer, its input and the share of
-  product outputs that `remat` keeps; all outputs of the largest layer, its full weights, and a
-  chunk of logits. Other passes: the last three.
+  product outputs that `remat` keeps; all outputs of the largest layer and its full weights, or the
+  logits that the head keeps (policy/heads/head.py), whichever are more; and a chunk of logits.
+  Other passes: outputs and weights of the largest layer, and a chunk of logits.
 - Operations (rl/accounting/flops.py): three times the forward pass for a gradient, and once more
   for recomputation.
 - HBM traffic: all weights in each pass, activations, and in an update each trained weight with the
@@ -28,6 +29,7 @@ from functools import cached_property
 
 import jax.numpy as jnp
 
+from policy.heads.head import Tiling
 from policy.layers.layer_embeddings import TABLE
 from policy.media import is_tower
 from policy.mesh.sharding import axes_of
@@ -266,6 +268,7 @@ class Estimator:
         logits = 8.0 * min(_LOGITS, tokens * config.vocab_size / mesh.shape["tensor"])
         temporaries = item * (3 * tokens * weights.widest + 2 * weights.layer) + logits
         if update:
+            temporaries = max(temporaries, logits + _kept_logits(graph, tokens))
             temporaries += planned.gradient + item * tokens * (E * layers + kept)
         passes = 3.0 + again if update else 1.0
         work, moved = (passes * each for each in weights.forward(numbers // length, length))
@@ -307,6 +310,13 @@ class Estimator:
         seconds = max(work / (chip.tflops * 1e12), weights.bytes * numbers / (chip.bandwidth * 1e9))
         scores = 4.0 * 16 * min(N, 512) * N * max(1, R // weights.parts)
         return Cost(planned.resident, scores, planned.times * seconds)
+
+
+def _kept_logits(graph: Graph, tokens: float) -> float:
+    """Returns the bytes of logits that a device keeps for the gradient of so many tokens."""
+    own = graph.config.vocab_size // graph.layout.mesh.shape["tensor"]
+    tiling = Tiling(graph.runtime.num_vocab_tiling, graph.layout)
+    return 4.0 * tokens * own if tiling.keeps(math.ceil(tokens), own) else 0.0
 
 
 def teacher_work(planned: Planned) -> list[float] | None:

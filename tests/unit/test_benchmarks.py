@@ -159,6 +159,16 @@ def test_the_models_have_the_sizes_that_they_are_named_for(script, name, weights
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_the_head_computes_the_same_in_all_forms(script, capsys):
+    small = ["--vocab", "300", "--tokens", "8", "--hidden", "16", "--softcap", "5"]
+    results = script("head").main(["--repeats", "1", "--tile-logits", "800", *small])
+    printed = capsys.readouterr().out
+    assert "8 tokens x 300, 16 wide, float32; chosen: kept" in printed
+    assert [each.form for each in results] == ["plain", "kept, 800", "again, 800"]
+    assert all(each.difference < 1e-5 and each.form in printed for each in results)
+
+
+@pytest.mark.slow
 def test_the_benchmark_of_latent_attention_computes_the_same_twice(script, capsys):
     small = [
         "--heads",

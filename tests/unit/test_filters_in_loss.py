@@ -16,7 +16,7 @@ import pytest
 from trajectories import rollouts
 
 from policy.config import LogitScaling
-from policy.heads import kept, vocab_tiles
+from policy.heads import kept, tiled
 from policy.heads.head import Tiling
 from policy.heads.vocab_tiles import Tiles
 from policy.mesh.sharding import layout
@@ -177,7 +177,7 @@ def test_ids_that_are_left_out_may_have_nearly_all_probability(form, p_left):
             return kept.logprobs(hidden, weight, targets, ids, 1.0, tiling=Tiling(3))
         tiles = Tiles.of(layout({"fsdp": 1}, devices=jax.devices()[:1]), V, 12, LogitScaling())
         left_out = jnp.where(ids < -1, -2 - ids, -1)
-        logp, entropy = vocab_tiles.logprobs(
+        logp, entropy = tiled.logprobs(
             hidden, weight, targets[:, None], jnp.float32(1), left_out, tiles
         )
         return logp[:, 0], entropy

@@ -1,11 +1,12 @@
-"""Chunked log-probabilities and entropies equal what plain automatic differentiation gives with all
-logits at hand."""
+"""Log-probabilities and entropies by tiles of the vocabulary, with logits that are kept and that are
+computed again, equal what plain automatic differentiation gives with all logits at hand."""
 
 import os
 import re
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from oracles import configuration, random_model, tokens
 from policy import families
 from policy.config import LogitScaling
 from policy.heads import head
+from policy.mesh.device_memory import total_memory
 from policy.mesh.sharding import layout
 from policy.modes import make_step
 
@@ -39,11 +41,19 @@ def inputs():
     return *(jnp.asarray(a) for a in arrays), jnp.asarray(rng.integers(0, V, M))
 
 
-# One token a chunk, chunks with a remainder, chunks that divide, all at once.
-@pytest.mark.parametrize("chunk", [1, 4, 13, 1000])
+def tile_of(monkeypatch, tokens, *, keeps):
+    """Sets the size of tiles that are chosen by size, and whether their logits are kept."""
+    monkeypatch.setattr(head, "LEAST_TOKENS", tokens)
+    monkeypatch.setattr(head, "CPU_TILE_LOGITS", 1)
+    monkeypatch.setattr(head, "KEPT_SHARE", float(keeps))
+
+
+# Tiles of one token, with a remainder, of all tokens.
+@pytest.mark.parametrize("tokens", [1, 4, 11])
+@pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients(chunk, temperature, monkeypatch):
-    monkeypatch.setattr(head, "CHUNK_LOGITS", chunk * V)
+def test_values_and_gradients(tokens, keeps, temperature, monkeypatch):
+    tile_of(monkeypatch, tokens, keeps=keeps)
     hidden, weight, a, b, targets = inputs()
 
     def loss(function):
@@ -62,7 +72,7 @@ def test_values_and_gradients(chunk, temperature, monkeypatch):
 
 @pytest.mark.parametrize(
     "tiles", [1, 2, 3, 8, 100]
-)  # 13 rows: the last chunk of all but the first is filled up
+)  # 11 tokens: the last tile of 2, 3 and 8 is shorter
 @pytest.mark.parametrize(
     "scaling", [LogitScaling(), LogitScaling(0.4), LogitScaling(0.8, 1.5)], ids=str
 )
@@ -92,14 +102,135 @@ def test_any_number_of_tiles_gives_the_same(tiles, scaling):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=2e-5, rtol=1e-5)
 
 
-def test_the_number_of_tiles_is_the_number_of_chunks():
+def test_the_number_of_tiles_is_the_number_of_parts_of_the_vocabulary():
+    """With a number of tiles that is set, no logits are kept."""
     shapes = jnp.ones((13, 8)), jnp.ones((32, 8)), jnp.zeros(13, int)
-    text = (
-        jax.jit(lambda *a: head.logprobs(*a, 1.0, LogitScaling(), head.Tiling(3)))
-        .lower(*shapes)
-        .as_text()
+
+    def loss(*arrays):
+        return head.logprobs(*arrays, 1.0, LogitScaling(), head.Tiling(4))[0].sum()
+
+    text = jax.jit(jax.grad(loss)).lower(*shapes).as_text()
+    assert "13x8xf32" in text and "13x32xf32" not in text and "4x13x8xf32" not in text
+
+
+@pytest.mark.parametrize(
+    "scaling, leaves_out", [(LogitScaling(), False), (LogitScaling(0.8, 1.5), True)], ids=str
+)
+def test_kept_logits_give_the_bits_of_logits_that_are_computed_again(
+    scaling, leaves_out, monkeypatch, all_optimizations
+):
+    """Without a gradient the values have these bits, too."""
+    rng = np.random.default_rng(3)
+    hidden = jnp.asarray(rng.normal(size=(64, 32)), jnp.float32)
+    weight = jnp.asarray(rng.normal(size=(1499, 32)), jnp.float32)
+    targets = jnp.asarray(rng.integers(100, 1499, (64, 2)))
+    left_out = jnp.tile(jnp.arange(40), (64, 1)).at[::3].set(-1) if leaves_out else None
+
+    def loss(hidden, weight):
+        logp, entropy = head.logprobs(hidden, weight, targets, 0.7, scaling, left_out_MK=left_out)
+        return jnp.sum(jnp.square(logp)) + jnp.sum(jnp.exp(entropy)), (logp, entropy)
+
+    def run():
+        step = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        program = jax.jit(step).lower(hidden, weight)
+        kept = "2x64x500xf32" in program.as_text()
+        return kept, jax.tree.leaves(program.compile()(hidden, weight))
+
+    tile_of(monkeypatch, 500, keeps=True)
+    is_kept, expected = run()
+    values = jax.tree.leaves(jax.jit(loss)(hidden, weight))
+    for x, y in zip(values, expected, strict=False):
+        np.testing.assert_array_equal(x, y)
+    tile_of(monkeypatch, 500, keeps=False)
+    is_again_kept, again = run()
+    assert is_kept and not is_again_kept
+    for x, y in zip(again, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_logits_are_kept_up_to_a_share_of_the_memory(monkeypatch):
+    monkeypatch.setattr(head, "total_memory", lambda device: 16 * 4 * 100 * 1000)
+    assert head.Tiling().keeps(100, 1000) and not head.Tiling().keeps(101, 1000)
+    assert not head.Tiling(2).keeps(1, 1) and not head.Tiling(may_keep=False).keeps(1, 1)
+    monkeypatch.setattr(head, "total_memory", lambda device: None)
+    assert not head.Tiling().keeps(1, 1)
+
+
+def test_total_memory_is_that_of_the_machine_and_of_the_kind_of_tpu():
+    own = jax.local_devices()
+    total = total_memory(own[0])
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert total is None or (total % 2**30 == 0 and total * len(own) <= physical)
+    described = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    assert total_memory(described) == 15 * 2**30
+    assert total_memory(SimpleNamespace(platform="tpu", device_kind="TPU v99")) is None
+    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 60 * 2**30 + 5})
+    assert total_memory(gpu) == 60 * 2**30
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])
+def test_bfloat16_states_get_gradients_near_those_of_float32(keeps, monkeypatch):
+    """Logits, sums and gradients before their last rounding are float32."""
+    tile_of(monkeypatch, 100, keeps=keeps)
+    rng = np.random.default_rng(5)
+    hidden = jnp.asarray(rng.normal(size=(32, 16)), jnp.bfloat16)
+    weight = jnp.asarray(rng.normal(size=(250, 16)), jnp.bfloat16)
+    targets = jnp.asarray(rng.integers(0, 250, 32))
+
+    def loss(function, hidden, weight):
+        logp, entropy = function(hidden, weight, targets, 1.0)
+        return jnp.sum(jnp.exp(logp)) + jnp.sum(entropy), logp
+
+    step = partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    (_, logp), result = jax.jit(step(partial(loss, head.logprobs)))(hidden, weight)
+    states, table = (a.astype(jnp.float32) for a in (hidden, weight))
+    (_, exact), expected = jax.jit(step(partial(loss, plain)))(states, table)
+    np.testing.assert_allclose(logp, exact, atol=1e-5)
+    for x, y in zip(result, expected, strict=True):
+        assert x.dtype == jnp.bfloat16
+        np.testing.assert_allclose(x.astype(np.float32), y, atol=0.01 * np.abs(y).max())
+
+
+LARGE = """
+import jax, jax.numpy as jnp, numpy as np
+from policy.heads import head
+rng = np.random.default_rng(0)
+M, E, V = 3, 16, 151_936
+hidden, weight = rng.normal(size=(M, E)), rng.normal(size=(V, E))
+targets, factor = rng.integers(0, V, M), rng.normal(size=(2, M))
+
+def plain(hidden, weight, targets, temperature):
+    log_p = jax.nn.log_softmax(hidden @ weight.T / temperature)
+    entropy = -jnp.sum(jnp.exp(log_p) * log_p, axis=1)
+    return jnp.take_along_axis(log_p, targets[:, None], axis=1)[:, 0], entropy
+
+def gradient(function, dtype):
+    def loss(hidden, weight):
+        logp, entropy = function(hidden, weight, targets, 0.7)
+        return jnp.sum(factor[0] * logp + factor[1] * entropy)
+    with jax.default_matmul_precision("highest"):
+        run = jax.jit(jax.grad(loss, argnums=(0, 1)))
+        return run(hidden.astype(dtype), weight.astype(dtype))
+
+expected = gradient(plain, np.float64)
+for share in (0.0, 1.0):
+    head.KEPT_SHARE = share
+    for x, y in zip(gradient(head.logprobs, np.float32), expected, strict=True):
+        assert x.dtype == np.float32 and y.dtype == np.float64
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6 * np.abs(y).max())
+"""
+
+
+def test_gradients_at_a_large_vocabulary_are_those_of_float64():
+    done = subprocess.run(
+        [sys.executable, "-c", LARGE],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_ENABLE_X64": "1"},
+        timeout=300,
+        check=False,
     )
-    assert "5x32xf32" in text and "13x32xf32" not in text
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("tiles", [None, 4])
@@ -174,10 +305,10 @@ def test_devices_exchange_weights_and_no_logits():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def on_four_devices(V, scaling, leaves_out, **degrees):
+def on_four_devices(V, scaling, leaves_out, tiles, **degrees):
     """Rows, or the vocabulary, or both cut over four devices: the numbers of one device, no result
     of a collective is as large as the logits of a chunk, and a weight that is cut along E is on no
-    device in full."""
+    device in full. tiles: None: chosen by size, with logits that are kept."""
     mesh, rng = layout(degrees), np.random.default_rng(0)
     hidden, weight = (
         rng.normal(size=(4, 16, 8)).astype(np.float32),
@@ -197,7 +328,7 @@ def on_four_devices(V, scaling, leaves_out, **degrees):
     ]
 
     def loss(hidden, weight, mesh=None):
-        tiling = head.Tiling(3, mesh)
+        tiling = head.Tiling(tiles, mesh)
         logp, entropy = head.logprobs(
             hidden.reshape(-1, 8), weight, targets, 0.7, scaling, tiling, left_out
         )
@@ -232,7 +363,7 @@ def on_four_devices(V, scaling, leaves_out, **degrees):
 
 def test_a_tied_weight_gets_the_gradient_of_both_uses(monkeypatch):
     """The table is the embedding of the hidden states as well as the head."""
-    monkeypatch.setattr(head, "CHUNK_LOGITS", 4 * V)
+    tile_of(monkeypatch, 4, keeps=True)
     _, table, a, b, targets = inputs()
     tokens = jnp.arange(M) % V
 
@@ -246,15 +377,19 @@ def test_a_tied_weight_gets_the_gradient_of_both_uses(monkeypatch):
     np.testing.assert_allclose(result, expected, atol=5e-6, rtol=1e-5)
 
 
-def test_no_array_of_all_logits_is_made(monkeypatch):
+def test_no_array_of_all_logits_is_made_where_none_is_kept(monkeypatch):
     """Not even in the backward pass: no intermediate of the program has M x V elements."""
-    monkeypatch.setattr(head, "CHUNK_LOGITS", 64 * 32)
-    hidden, weight, targets = jnp.ones((1024, 8)), jnp.ones((32, 8)), jnp.zeros(1024, int)
-    program = jax.jit(
-        jax.grad(lambda h, w: sum(map(jnp.sum, head.logprobs(h, w, targets, 1.0))), argnums=(0, 1))
-    )
-    text = program.lower(hidden, weight).as_text()
-    assert "64x32xf32" in text and "1024x32xf32" not in text and "16x64x32xf32" not in text
+    hidden, weight, targets = jnp.ones((64, 8)), jnp.ones((1024, 8)), jnp.zeros(64, int)
+
+    def text(keeps):
+        tile_of(monkeypatch, 128, keeps=keeps)
+        loss = jax.grad(
+            lambda h, w: sum(map(jnp.sum, head.logprobs(h, w, targets, 1.0))), argnums=(0, 1)
+        )
+        return jax.jit(loss).lower(hidden, weight).as_text()
+
+    assert "64x128xf32" in text(False) and "64x1024xf32" not in text(False)
+    assert "8x64x128xf32" in text(True) and "8x64x128xf32" not in text(False)
 
 
 def test_far_apart_logits_give_no_nan():
@@ -276,8 +411,11 @@ def test_logits_of_bfloat16_states_are_float32():
 
 
 if __name__ == "__main__":
+    head.CHUNK_LOGITS = 300  # several tiles also by size
+    head.LEAST_TOKENS = 16
+    head.CPU_TILE_LOGITS = 1
     for degrees in ({"fsdp": 4}, {"tensor": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "expert": 2}):
         # 44: the last of three tiles is filled up
         for vocabulary, scaling in ((48, LogitScaling()), (44, LogitScaling(1.3, 1.5))):
-            for leaves_out in (False, True):
-                on_four_devices(vocabulary, scaling, leaves_out, **degrees)
+            for leaves_out, tiles in ((False, 3), (True, 3), (True, None)):
+                on_four_devices(vocabulary, scaling, leaves_out, tiles, **degrees)
