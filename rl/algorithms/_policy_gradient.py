@@ -228,7 +228,7 @@ class PolicyGradient(Sampled):
         before the update is old_logp, and the update needs no pass for it."""
         return frozenset({"old_logp"} if self.old_logp == "trainer" else ())
 
-    def token_flags(self, inputs: Any) -> Any:
+    def token_flags(self, inputs: PolicyInputs) -> jax.Array | None:
         from rl.algorithms._token_flags import token_flags
 
         return token_flags(self, inputs)
@@ -272,7 +272,7 @@ class PolicyGradient(Sampled):
         coefs = self.adaptive_coefs if coefs is None else coefs
         return coefs["entropy_coef"] * coefs["entropy_bonus_applied"]
 
-    def with_totals(self, inputs: Any) -> Any:
+    def with_totals(self, inputs: PolicyInputs) -> PolicyInputs:
         """Returns the `PolicyInputs` of a mini-batch with its counts, entropy quantile and mean
         weight.
 
@@ -291,7 +291,7 @@ class PolicyGradient(Sampled):
         )
         return _losses.with_mean_weight(self, inputs) if self.correction_normalize else inputs
 
-    def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
+    def loss(self, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns (loss, metrics) of a `PolicyInputs`: a float32 scalar and a dict of float32
         scalars.
 
@@ -348,7 +348,7 @@ class Clipped(PolicyGradient):
             self.epsilon if self.epsilon_high is None else self.epsilon_high
         )
 
-    def per_token(self, tokens: Any) -> tuple[Any, dict[str, Any]]:
+    def per_token(self, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns (loss of each token, metrics)."""
         from rl.algorithms._losses import clipped
 
@@ -356,6 +356,11 @@ class Clipped(PolicyGradient):
 
 
 if TYPE_CHECKING:
+    import jax
+
+    from rl.algorithms._inputs import PolicyInputs
+    from rl.algorithms._losses import Tokens
+
     _Mixin = PolicyGradient
 else:
     _Mixin = object

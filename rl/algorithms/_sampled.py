@@ -3,12 +3,17 @@ completions."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import numpy as np
 from pydantic import Field, model_validator
 
 from rl.algorithms._options import algorithm_options
+
+if TYPE_CHECKING:
+    import jax
+
+    from rl.algorithms._inputs import PolicyInputs
 
 
 @algorithm_options()
@@ -47,7 +52,7 @@ class Sampled:
     """Names of metrics of the loss that docs/metrics.md lacks, so that `until.metric` can name
     them."""
 
-    def token_flags(self, inputs: Any) -> Any:
+    def token_flags(self, inputs: PolicyInputs) -> jax.Array | None:
         """Returns uint8[N,T]: which tokens of a PolicyInputs clipping or the sampler correction
         cuts off; None: none."""
         return None

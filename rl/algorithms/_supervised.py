@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from rl.algorithms._inputs import PolicyInputs
 
 
 class Supervised:
@@ -26,10 +29,10 @@ class Supervised:
         """Returns the values of `adaptive_coefs` for the next update: the same."""
         return coefs
 
-    def token_flags(self, inputs: Any) -> None:
+    def token_flags(self, inputs: PolicyInputs) -> None:
         """Returns which tokens the loss cuts off: None, it cuts off none."""
 
-    def with_totals(self, inputs: Any) -> Any:
+    def with_totals(self, inputs: PolicyInputs) -> PolicyInputs:
         """Returns the `PolicyInputs` of a mini-batch with its counts; see
         `PolicyGradient.with_totals`."""
         from rl.algorithms._inputs import with_totals

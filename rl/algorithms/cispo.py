@@ -7,12 +7,17 @@ keep a gradient. By default the weight is at most 5 and has no lower bound, as i
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._policy_gradient import GroupRelative, PolicyGradient
+
+if TYPE_CHECKING:
+    import jax
+
+    from rl.algorithms._losses import Tokens
 
 
 @algorithm_options()
@@ -25,7 +30,7 @@ class Algorithm(GroupRelative, PolicyGradient):
     epsilon: float = Field(1.0, ge=0, description="the weight is at least 1 - epsilon")
     epsilon_high: float = Field(4.0, ge=0, description="and at most 1 + epsilon_high")
 
-    def per_token(self, tokens: Any) -> tuple[Any, dict[str, Any]]:
+    def per_token(self, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns (loss of each token, metrics)."""
         import jax
         import jax.numpy as jnp

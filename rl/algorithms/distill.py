@@ -19,7 +19,10 @@ from rl.algorithms._options import algorithm_options
 from rl.algorithms._supervised import Supervised
 
 if TYPE_CHECKING:
+    import jax
+
     from policy.heads.divergence import Divergence
+    from rl.algorithms._inputs import PolicyInputs
 
 ALPHA = "distill/alpha"
 TEMPERATURE = "distill/temperature"
@@ -139,16 +142,16 @@ class Algorithm(Supervised):
             name: scheduled(self.schedule, start, end, done) for name, (start, end) in ends.items()
         }
 
-    def coefs_of(self, inputs: Any) -> tuple[Any, Any, Any]:
+    def coefs_of(self, inputs: PolicyInputs) -> tuple[Any, Any, Any]:
         """Returns (alpha, temperature, features_coef) of a mini-batch, `PolicyInputs`."""
         coefs = inputs.adaptive_coefs or self.adaptive_coefs
         return coefs[ALPHA], coefs[TEMPERATURE], coefs.get(FEATURES, 0.0)
 
-    def temperature_of(self, inputs: Any) -> Any:
+    def temperature_of(self, inputs: PolicyInputs) -> jax.Array | float:
         """Returns the temperature of a mini-batch, `PolicyInputs`."""
         return self.coefs_of(inputs)[1]
 
-    def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
+    def loss(self, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the micro-batch's share of the mean over the tokens of the mini-batch, and
         metrics.
 

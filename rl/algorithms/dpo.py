@@ -11,12 +11,17 @@ No answers are sampled.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._supervised import Supervised
+
+if TYPE_CHECKING:
+    import jax
+
+    from rl.algorithms._inputs import PolicyInputs
 
 SMOOTHED = ("sigmoid", "robust", "exo_pair")
 PairLoss = Literal[
@@ -78,14 +83,14 @@ class Algorithm(Supervised):
             )
         return self
 
-    def with_totals(self, inputs: Any) -> Any:
+    def with_totals(self, inputs: PolicyInputs) -> PolicyInputs:
         """Returns the `PolicyInputs` of a mini-batch with its counts; see
         `PolicyGradient.with_totals`."""
         from rl.algorithms._pairs import with_totals
 
         return with_totals(inputs)
 
-    def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
+    def loss(self, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the mean over the pairs of the mini-batch, and metrics.
 
         In each row the odd segments are chosen answers, and the rejected answer of the pair

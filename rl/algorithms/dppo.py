@@ -8,12 +8,17 @@ token has a small penalty.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._policy_gradient import GroupRelative, PolicyGradient
+
+if TYPE_CHECKING:
+    import jax
+
+    from rl.algorithms._losses import Tokens
 
 
 @algorithm_options(defaults={"scale": "none", "old_logp": "sampler"})
@@ -31,7 +36,7 @@ class Algorithm(GroupRelative, PolicyGradient):
     delta_high: float = Field(0.2, gt=0, le=1, description="and rise by so much where A > 0")
     penalty: float = Field(1e-3, ge=0, description="weight of the squared log-ratio")
 
-    def per_token(self, tokens: Any) -> tuple[Any, dict[str, Any]]:
+    def per_token(self, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns (loss of each token, metrics)."""
         import jax
         import jax.numpy as jnp

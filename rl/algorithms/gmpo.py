@@ -6,12 +6,17 @@ on the side that the advantage pushes to, so single tokens have little effect.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._policy_gradient import GroupRelative, PolicyGradient
+
+if TYPE_CHECKING:
+    import jax
+
+    from rl.algorithms._losses import Tokens
 
 
 @algorithm_options(defaults={"aggregation": "sequence"})
@@ -27,7 +32,7 @@ class Algorithm(GroupRelative, PolicyGradient):
         None, ge=0, description="and above epsilon_high where A > 0; null: epsilon"
     )
 
-    def per_token(self, tokens: Any) -> tuple[Any, dict[str, Any]]:
+    def per_token(self, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns (loss of each token, metrics)."""
         import jax.numpy as jnp
 

@@ -10,7 +10,7 @@ completions of T tokens.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,6 +19,11 @@ from pydantic import Field, model_validator
 from rl.algorithms._advantages import whiten
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._policy_gradient import Clipped, KLReward
+
+if TYPE_CHECKING:
+    import jax
+
+    from rl.algorithms._inputs import PolicyInputs
 
 
 @algorithm_options()
@@ -170,7 +175,7 @@ class Algorithm(KLReward, Clipped):
         above_N = np.nan_to_num(np.asarray(scores, np.float64), nan=-np.inf) > self.positive_above
         return ((np.asarray(mask) != 0) & above_N[:, None]).astype(np.float32)
 
-    def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
+    def loss(self, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the clipped loss plus `positive_nll_coef` times the mean of -logp over
         `inputs.correct`."""
         if not self.positive_nll_coef:
@@ -189,8 +194,8 @@ class Algorithm(KLReward, Clipped):
         }
 
     def value_loss(
-        self, values: Any, old_values: Any, returns: Any, inputs: Any
-    ) -> tuple[Any, dict[str, Any]]:
+        self, values: jax.Array, old_values: jax.Array, returns: jax.Array, inputs: PolicyInputs
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the loss of the critic on a micro-batch, (scalar, metrics).
 
         Both add up over micro-batches. `inputs`: a PolicyInputs; only mask and num_tokens are used.
@@ -245,7 +250,13 @@ def value_metrics(values: ArrayLike, returns: ArrayLike, mask: ArrayLike) -> dic
     return {"value/explained_variance": float(explained), "value/return_mean": float(target.mean())}
 
 
-def value_loss(values: Any, old_values: Any, returns: Any, mask: Any, clip: float | None) -> Any:
+def value_loss(
+    values: jax.Array,
+    old_values: jax.Array,
+    returns: jax.Array,
+    mask: jax.Array,
+    clip: float | None,
+) -> jax.Array:
     """Returns half the token mean of max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2), a
     scalar. Arrays [N,T].
     """
@@ -253,16 +264,24 @@ def value_loss(values: Any, old_values: Any, returns: Any, mask: Any, clip: floa
 
 
 def value_clip_fraction(
-    values: Any, old_values: Any, returns: Any, mask: Any, clip: float | None
-) -> Any:
+    values: jax.Array,
+    old_values: jax.Array,
+    returns: jax.Array,
+    mask: jax.Array,
+    clip: float | None,
+) -> jax.Array:
     """Returns the share of tokens with the clipped error as the larger one in `value_loss`, a
     scalar."""
     return _value_loss(values, old_values, returns, mask, clip)[1]["value/clip_frac"]
 
 
 def _value_loss(
-    values: Any, old_values: Any, returns: Any, mask: Any, clip: float | None
-) -> tuple[Any, dict[str, Any]]:
+    values: jax.Array,
+    old_values: jax.Array,
+    returns: jax.Array,
+    mask: jax.Array,
+    clip: float | None,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     from rl.algorithms import _inputs, _losses
 
     return _losses.value_loss(values, old_values, returns, _inputs.PolicyInputs(mask=mask), clip)

@@ -9,7 +9,7 @@ kept completions.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -18,6 +18,11 @@ from rewards.workers.rounding import without_rounding
 from rl.algorithms._advantages import precision
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._sampled import Sampled
+
+if TYPE_CHECKING:
+    import jax
+
+    from rl.algorithms._inputs import PolicyInputs
 
 
 @algorithm_options()
@@ -58,14 +63,14 @@ class Algorithm(Sampled):
             precision(rewards)
         )
 
-    def with_totals(self, inputs: Any) -> Any:
+    def with_totals(self, inputs: PolicyInputs) -> PolicyInputs:
         """Returns the `PolicyInputs` of a mini-batch with a mask of kept completions and its
         counts."""
         from rl.algorithms import _inputs
 
         return _inputs.with_totals(self._with_kept_mask(inputs))
 
-    def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
+    def loss(self, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the mean over the tokens of kept completions of the mini-batch, and metrics.
 
         Raises ValueError where `logp` or `advantages` are absent.
@@ -74,7 +79,7 @@ class Algorithm(Sampled):
 
         return _losses.supervised_loss(self, self._with_kept_mask(inputs))
 
-    def _with_kept_mask(self, inputs: Any) -> Any:
+    def _with_kept_mask(self, inputs: PolicyInputs) -> PolicyInputs:
         import jax.numpy as jnp
 
         if inputs.advantages is None:

@@ -9,12 +9,17 @@ does not change.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._supervised import Supervised
+
+if TYPE_CHECKING:
+    import jax
+
+    from rl.algorithms._inputs import PolicyInputs
 
 
 @algorithm_options()
@@ -34,14 +39,14 @@ class Algorithm(Supervised):
         0.02, ge=0, description="standard deviation of the score head's first weights"
     )
 
-    def with_totals(self, inputs: Any) -> Any:
+    def with_totals(self, inputs: PolicyInputs) -> PolicyInputs:
         """Returns the `PolicyInputs` of a mini-batch with its counts; see
         `PolicyGradient.with_totals`."""
         from rl.algorithms._pairs import with_totals
 
         return with_totals(inputs)
 
-    def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
+    def loss(self, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the mean over the pairs of the mini-batch, and metrics.
 
         Rows are as in `dpo`. `margin` is optional. Raises ValueError if scores or segments are

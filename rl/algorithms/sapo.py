@@ -6,12 +6,17 @@ advantage.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._policy_gradient import GroupRelative, PolicyGradient
+
+if TYPE_CHECKING:
+    import jax
+
+    from rl.algorithms._losses import Tokens
 
 
 @algorithm_options(defaults={"aggregation": "sequence"})
@@ -23,7 +28,7 @@ class Algorithm(GroupRelative, PolicyGradient):
     tau_pos: float = Field(1.0, gt=0, description="tau where A > 0")
     tau_neg: float = Field(1.05, gt=0, description="tau elsewhere")
 
-    def per_token(self, tokens: Any) -> tuple[Any, dict[str, Any]]:
+    def per_token(self, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns (loss of each token, metrics)."""
         import jax
         import jax.numpy as jnp

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._supervised import Supervised
+
+if TYPE_CHECKING:
+    import jax
+
+    from rl.algorithms._inputs import PolicyInputs
 
 
 @algorithm_options()
@@ -26,7 +31,7 @@ class Algorithm(Supervised):
         "of a conversation its last turn only; prompts too",
     )
 
-    def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
+    def loss(self, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the mean over the tokens of the mini-batch, and metrics. Only logp and mask are
         needed."""
         from rl.algorithms._losses import supervised_loss

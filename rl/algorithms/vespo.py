@@ -9,12 +9,17 @@ N rows, S sequence numbers in a row.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._policy_gradient import GroupRelative, PolicyGradient
+
+if TYPE_CHECKING:
+    import jax
+
+    from rl.algorithms._losses import Tokens
 
 _LEAST = math.log(1e-8)
 
@@ -34,7 +39,7 @@ class Algorithm(GroupRelative, PolicyGradient):
     lambda_pos: float = Field(3.0, ge=1e-4, description="lambda where A >= 0")
     lambda_neg: float = Field(2.0, ge=1e-4, description="lambda elsewhere")
 
-    def per_token(self, tokens: Any) -> tuple[Any, dict[str, Any]]:
+    def per_token(self, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns (loss of each token, metrics)."""
         import jax
         import jax.numpy as jnp

@@ -140,7 +140,8 @@ class BatchUpdates(ABC):
 
         A batch in which no group has a beginning worth sharing is packed as sequences alone.
         """
-        (N, T), multiple = batch.segments.shape, self.length_multiple
+        N, T = batch.segments.shape
+        multiple = self.length_multiple
         if self.sharing is not None:
             counts, R = self.row_counts(N, T, self.sharing)
             packing = plan_trees(batch, counts, self.sharing, multiple)

@@ -129,10 +129,8 @@ class Trainer(BatchUpdates):
         self.teacher = teacher
         projections = None
         if teacher is not None:
-            self._update_graph, projections = (
-                teacher.with_recorded_outputs(self._update_graph),
-                teacher.projections(graph),
-            )
+            self._update_graph = teacher.with_recorded_outputs(self._update_graph)
+            projections = teacher.projections(graph)
         self.temperature = np.float32(temperature)
         self._returns_tokens = returns_tokens
         self._has_reference = "reference" in state

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -315,12 +315,12 @@ class OptimizerStep:
         squares = to_device(joined(on_each_memory(_squares, self.tables, grads)))
         part_norms = gradient_norms(squares) if self._diagnostics else {}
         detach = self._stage.mtp is not None and self._stage.mtp.detach
-        factors, norm, norms = _clipping(squares, self._options.clip_norm, detach=detach)
-        finite = _is_finite(loss, norm, norms)
+        clipping = _clipping(squares, self._options.clip_norm, detach=detach)
+        finite = clipping.is_finite(loss)
         # A gradient of 0, as from equal rewards, changes nothing: otherwise the old moments would
         # change the weights.
         good = finite & (sum(squares.values()) > 0)
-        arguments = grads, factors, at_update(learner.optimizer, number), trained, good
+        arguments = grads, clipping.factors, at_update(learner.optimizer, number), trained, good
         weights, states, changes = zip(
             *on_each_memory(self._apply_optimizer, self.tables, *arguments), strict=True
         )
@@ -331,11 +331,11 @@ class OptimizerStep:
         metrics = {
             "loss": loss,
             "optim/lr": self.rate(number),
-            "optim/grad_norm": norm,
+            "optim/grad_norm": clipping.norm,
             "optim/update_norm": jnp.where(good, norm_of(to_device(changes)), 0.0),
             "optim/skipped": 1.0 - finite,
         }
-        metrics |= part_norms | norms | load_metrics(routing)
+        metrics |= part_norms | clipping.metrics | load_metrics(routing)
         return ParamState(joined(weights) | others, joined(states)), metrics
 
     def _apply_optimizer(self, grads, factors, state, weights, good):
@@ -649,37 +649,50 @@ class Update:
         return grads
 
 
-def _clipping(
-    squares: dict[str, jax.Array], limit: float | None, *, detach: bool
-) -> tuple[dict, jax.Array, dict]:
-    """Returns (factor of each gradient, norm before clipping, metrics) from the sums of squares by
-    path.
+class _Clipping(NamedTuple):
+    """How gradients are clipped.
+
+    factors: of each gradient, by path. norm: of the gradients before, without those of prediction
+    modules that are clipped by their own norm. modules_norm: of the gradients of prediction modules;
+    None: there are none.
+    """
+
+    factors: dict[str, jax.Array | float]
+    norm: jax.Array
+    modules_norm: jax.Array | None
+
+    @property
+    def metrics(self) -> dict[str, jax.Array]:
+        """The norm of prediction modules, where there are some."""
+        return {} if self.modules_norm is None else {"mtp/grad_norm": self.modules_norm}
+
+    def is_finite(self, loss: jax.Array) -> jax.Array:
+        """Returns whether the loss and the norms are finite."""
+        finite = jnp.isfinite(loss) & jnp.isfinite(self.norm)
+        return finite if self.modules_norm is None else finite & jnp.isfinite(self.modules_norm)
+
+
+def _clipping(squares: dict[str, jax.Array], limit: float | None, *, detach: bool) -> _Clipping:
+    """Returns how gradients are clipped, from the sums of squares by path.
 
     With `detach`, prediction modules are clipped by their own norm, so that their gradients do not
     scale down the update of the policy.
     """
-    metrics: dict[str, jax.Array] = {}
     modules = [path for path in squares if group_of(path) is WeightGroup.PREDICTION_MODULES]
     clipped_alone = modules if detach else []
     norm = _norm_from_squares(
         [square for path, square in squares.items() if path not in clipped_alone]
     )
     norms = dict.fromkeys(squares, norm)
+    modules_norm = None
     if modules:
-        metrics["mtp/grad_norm"] = _norm_from_squares([squares[path] for path in modules])
-        norms |= dict.fromkeys(clipped_alone, metrics["mtp/grad_norm"])
+        modules_norm = _norm_from_squares([squares[path] for path in modules])
+        norms |= dict.fromkeys(clipped_alone, modules_norm)
     factors = {
         path: 1.0 if limit is None else jnp.minimum(1.0, limit / (each + 1e-6))
         for path, each in norms.items()
     }
-    return factors, norm, metrics
-
-
-def _is_finite(loss: jax.Array, norm: jax.Array, norms: dict[str, jax.Array]) -> jax.Array:
-    """Returns whether an update is finite. `norm` leaves out prediction modules that are clipped by
-    their own norm."""
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    return finite & jnp.isfinite(norms["mtp/grad_norm"]) if "mtp/grad_norm" in norms else finite
+    return _Clipping(factors, norm, modules_norm)
 
 
 def updates_made(learner: ParamState) -> jax.Array:

@@ -138,7 +138,7 @@ class TokenSpan(NamedTuple):
     length: int
 
 
-class SampleNumbers(NamedTuple):
+class SampleKey(NamedTuple):
     """The numbers that tell a completion from the others of a run."""
 
     prompt: int
@@ -177,7 +177,7 @@ class IndexedSample:
 
     def describes(self, record: RawLine) -> bool:
         """Returns whether a line is that of this completion."""
-        own = SampleNumbers(self.prompt, self.step, self.sample)
+        own = SampleKey(self.prompt, self.step, self.sample)
         try:
             return _sample_numbers(record) == own
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
@@ -583,8 +583,8 @@ def _opened_copy(image: bytes) -> sqlite3.Connection:
     return database
 
 
-def _sample_numbers(record: RawLine) -> SampleNumbers:
-    return SampleNumbers(
+def _sample_numbers(record: RawLine) -> SampleKey:
+    return SampleKey(
         prompt=_integer(record.get("prompt_id", -1)),
         step=_integer(record["step"]),
         sample=_integer(record.get("sample", 0)),
