@@ -107,12 +107,26 @@ def check(config: RunConfig, given: Sequence[str]) -> int:
 
     if config.run.dir is None:
         config = with_directory(config, new_directory(given))
+    _refuse_unwritable(config.directory)
     config, remarks = _checked(config)  # an error comes before the configuration
     _show_configuration(config)
     for note in (*files.cut_texts(given), *remarks):
         print(note)
     print("the configuration is good, and so are the tokenizer and the first rows of the data")
     return 0
+
+
+def _refuse_unwritable(directory: Path) -> None:
+    """Raises ConfigError if the folder of the run cannot be written or made. Makes nothing."""
+    place = next(
+        each for each in (directory.absolute(), *directory.absolute().parents) if each.exists()
+    )
+    if not place.is_dir():
+        raise ConfigError(f"run.dir: {directory} cannot be made: {place} is a file")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"run.dir: {directory} cannot be written: no permission to write in {place}"
+        )
 
 
 def _refuse_rollouts(config: RunConfig) -> None:

@@ -422,3 +422,15 @@ def test_paths_of_verbs_may_be_in_the_home_directory(tmp_path, monkeypatch, caps
     ):
         assert cli.main(arguments) in (2, 3, 4)
         assert f"{tmp_path}/" in capsys.readouterr().err, arguments
+
+
+def test_check_refuses_a_folder_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "taken"
+    file.write_text("")
+    quickstart = str(ROOT / "configs" / "quickstart.yml")
+    assert cli.train_main(["--check", quickstart, f"run.dir={file}/run"]) == 2
+    assert f"{file} is a file" in capsys.readouterr().err
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)
+    assert cli.train_main(["--check", quickstart, f"run.dir={tmp_path}/new/run"]) == 2
+    assert f"no permission to write in {tmp_path}" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

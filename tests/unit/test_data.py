@@ -12,7 +12,7 @@ from rl.data import datasets
 from rl.data.datasets import load
 from rl.data.drawing import order
 from rl.data.drawing.order import shuffled
-from rl.data.rows.files import read_file
+from rl.data.rows.files import Malformed, read_file
 from rl.data.rows.forms import read_labelled
 from rl.errors import ConfigError, DataError
 
@@ -694,3 +694,16 @@ def test_prompts_are_rows_of_any_form_of_data_and_lines_of_texts():
         DataError, match=r"q.csv:2: not an object with `prompt`.*\(columns: question\)"
     ):
         read_prompts("q.csv")
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_numbers_of_json_that_are_not_finite_are_refused_by_row_and_column(tmp_path, number):
+    file = tmp_path / "p.jsonl"
+    file.write_text(
+        '{"prompt": "1+1=", "level": 1.5}\n{"prompt": "2+2=", "level": [{"x": ' + number + "}]}\n"
+    )
+    rows = dict(read_file(file))
+    assert rows[f"{file}:1"] == {"prompt": "1+1=", "level": 1.5}
+    wrong = rows[f"{file}:2"]
+    assert isinstance(wrong, Malformed)
+    assert wrong.text.startswith("column `level` holds ")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,9 +163,24 @@ def parse(text: str) -> Any:
 
 
 def _as_row(value: Any) -> dict[str, Any] | Malformed:
-    if isinstance(value, (dict, Malformed)):
+    if isinstance(value, Malformed):
         return value
+    if isinstance(value, dict):
+        return next((wrong for item in value.items() if (wrong := _not_finite(*item))), value)
     return Malformed(f"must be an object {{...}}, is {type(value).__name__}")
+
+
+def _not_finite(name: str, value: Any) -> Malformed | None:
+    """Returns what is wrong with a column of JSON that holds a number that is not finite, or None.
+    Python reads NaN, Infinity and 1e999, which a reward would turn into a score."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, float) and not math.isfinite(one):
+            return Malformed(f"column `{name}` holds {one}, which is no finite number; write null")
+        if isinstance(one, (dict, list)):
+            waiting += one.values() if isinstance(one, dict) else one
+    return None
 
 
 def _csv_rows(path: Path) -> Rows:
