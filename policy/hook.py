@@ -174,6 +174,7 @@ def forward(
         tokens = jnp.asarray(rows.tokens)[:, None]
         hidden, cache, layers = decoder.before_norm(tokens, step, cache, graph.runtime)
     recorded = {name: _by_number(graph.config, layers, name) for name in record}
+    assert cache is not None, "a call with a cache returns it"
     entries = by_layer(cache_of_stacks.constrained(cache, graph.layout))
     return RowsOutput(hidden[:, 0], entries, recorded)
 

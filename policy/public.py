@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
 from policy import families
 from policy.config import DecoderConfig, Runtime
 from policy.huggingface import sources
+from policy.json_types import JsonObject
 from policy.mesh import processes
 from policy.mesh.sharding import Layout, layout
 from policy.model import Graph, Model
@@ -80,7 +80,7 @@ def save(
     model: Model,
     directory: str | os.PathLike,
     *,
-    generation: Mapping[str, Any] | None = None,
+    generation: JsonObject | None = None,
     source: str | os.PathLike | None = None,
 ) -> None:
     """Writes a Hugging Face directory that transformers loads with no missing or unexpected keys.

@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,8 @@ from policy.mesh.sharding import Layout
 
 # Logical axes of every cache array [R, S, K, C, D] that is no pool.
 AXES = (None, "cache_batch", "cache_heads", None, None)
+# The parts of a cache: tuples and dicts of arrays and pools. Functions keep their structure.
+CacheT = TypeVar("CacheT")
 
 
 def _map_arrays(by_slot: Callable, by_page: Callable, *caches: Any) -> Any:
@@ -53,7 +55,7 @@ def _map_arrays(by_slot: Callable, by_page: Callable, *caches: Any) -> Any:
     return jax.tree.map(map_leaf, *caches, is_leaf=lambda leaf: isinstance(leaf, Pool))
 
 
-def constrained(cache: Any, layout: Layout) -> Any:
+def constrained(cache: CacheT, layout: Layout) -> CacheT:
     """Constrains each array to its sharding.
 
     Otherwise the compiler may give the result another sharding than the donated cache has. This
@@ -66,7 +68,7 @@ def constrained(cache: Any, layout: Layout) -> Any:
     return by_axes(constrain, cache)
 
 
-def by_axes(function: Callable, cache: Any) -> Any:
+def by_axes(function: Callable, cache: CacheT) -> CacheT:
     """Replaces each array by `function(logical axes, array)`."""
     return _map_arrays(
         partial(function, AXES),
@@ -75,7 +77,7 @@ def by_axes(function: Callable, cache: Any) -> Any:
     )
 
 
-def rows_of(cache: Any, slots_B: jax.Array) -> Any:
+def rows_of(cache: CacheT, slots_B: jax.Array) -> CacheT:
     """Returns the cache of a call whose row b is slot slots[b]: arrays by slot [R, B, K, C, D],
     pools unchanged.
 
@@ -86,7 +88,7 @@ def rows_of(cache: Any, slots_B: jax.Array) -> Any:
     )
 
 
-def with_rows(cache: Any, rows: Any, slots_B: jax.Array) -> Any:
+def with_rows(cache: CacheT, rows: CacheT, slots_B: jax.Array) -> CacheT:
     """Returns `cache` after a call over `rows`, which `rows_of` made: row b goes back to slot
     slots[b].
 
@@ -99,18 +101,18 @@ def with_rows(cache: Any, rows: Any, slots_B: jax.Array) -> Any:
     return _map_arrays(put, lambda before, after: before if after is None else after, cache, rows)
 
 
-def without_pools(cache: Any) -> Any:
+def without_pools(cache: CacheT) -> CacheT:
     """Returns the arrays by slot, with None instead of each pool."""
     return _map_arrays(lambda array: array, lambda pool: None, cache)
 
 
-def with_arrays(cache: Any, arrays: Any) -> Any:
+def with_arrays(cache: CacheT, arrays: CacheT) -> CacheT:
     """Returns `cache` with its arrays by slot replaced by `arrays`, a result of `without_pools`.
     Writes nothing."""
     return _map_arrays(lambda before, after: after, lambda pool, _: pool, cache, arrays)
 
 
-def copy_pages(cache: Any, source_n: jax.Array, target_n: jax.Array) -> Any:
+def copy_pages(cache: CacheT, source_n: jax.Array, target_n: jax.Array) -> CacheT:
     """Copies page source[i] over page target[i], as a row needs before it writes into a page that
     it shares.
 
@@ -180,7 +182,7 @@ def _empty(
     return {name: array(entry) for name, entry in stored_entries(spec, config, *options).items()}
 
 
-def has_pools(cache: Any) -> bool:
+def has_pools(cache: object) -> bool:
     """Returns whether entries of the cache lie in pages."""
     return any(
         isinstance(leaf, Pool)

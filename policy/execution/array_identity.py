@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from typing import Any
 
 
 class ArrayIdentity:
@@ -14,7 +13,7 @@ class ArrayIdentity:
     def __init__(self) -> None:
         self._seen: list[weakref.ref] = []
 
-    def update(self, arrays: Collection[Any]) -> bool:
+    def update(self, arrays: Collection[object]) -> bool:
         """Records these arrays. Returns whether they are others than the last ones."""
         if len(self._seen) == len(arrays) and all(
             ref() is array for ref, array in zip(self._seen, arrays, strict=True)

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import qwix
+from jax.typing import ArrayLike
 
 from policy.execution.array_identity import ArrayIdentity
 from policy.model import Graph
@@ -49,6 +50,11 @@ class Repeats:
         return self._each[r]
 
 
+Params: TypeAlias = dict[str, Any]
+"""Weights by path, as decode programs take them: arrays, which may be abstract or quantised, and
+tuples with a copy for each repeat of a stack."""
+
+
 class DecodingWeights:
     """The copies that the decode programs of a generator read. They are kept until `prepare` gets
     other arrays, or until `release`.
@@ -63,7 +69,7 @@ class DecodingWeights:
         self._copy = jax.jit(partial(_copy_repeat, graph))
         self.release()
 
-    def prepare(self, params: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, params: Params) -> Params:
         """Returns the weights; a weight of a stack becomes a tuple with one copy for each repeat. A
         copy is an array, or DecodingMatrices under the first of their paths. `prepare_for_decoding`
         reads the result."""
@@ -77,7 +83,7 @@ class DecodingWeights:
             self._identity.update(arrays)  # not before all are copied
         return others | self._copies
 
-    def abstract(self, params: dict[str, Any]) -> dict[str, Any]:
+    def abstract(self, params: Params) -> Params:
         """Returns the result of `prepare` with shapes in the place of the copies. `params` may be
         abstract."""
         stacks, others = _stacks(params, leave=self._graph.hosted)
@@ -92,7 +98,7 @@ class DecodingWeights:
         self._copies: dict[str, tuple] = {}
 
 
-def prepare_for_decoding(graph: Graph, params: dict[str, Any]) -> dict[str, Any]:
+def prepare_for_decoding(graph: Graph, params: Params) -> Params:
     """Returns the weights in the form that unrolled layers read: each weight of a stack as Repeats.
 
     `params` may be the result of DecodingWeights. Weights that are still stacked are copied here,
@@ -141,7 +147,7 @@ def _makes_matrices(graph: Graph) -> bool:
 
 
 def _stacks(
-    params: dict[str, Any], leave: Collection[str] = ()
+    params: Params, leave: Collection[str] = ()
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Returns (the stacked weights of each stack, all others). `leave`: paths that count as
     others."""
@@ -155,11 +161,11 @@ def _stacks(
     return list(stacks.values()), others
 
 
-def _repeats(stack: dict[str, Any]) -> int:
+def _repeats(stack: Params) -> int:
     return jax.tree.leaves(stack)[0].shape[0]
 
 
-def _copy_repeat(graph: Graph, stack: dict[str, Any], r: Any) -> dict[str, Any]:
+def _copy_repeat(graph: Graph, stack: Params, r: ArrayLike) -> Params:
     """Copies the weights of repeat r of a stack: DecodingMatrices under the first of their
     paths."""
     copies: dict[str, Any] = {}
@@ -176,7 +182,7 @@ def _copy_repeat(graph: Graph, stack: dict[str, Any], r: Any) -> dict[str, Any]:
     return copies
 
 
-def _read_together(graph: Graph, stack: dict[str, Any], path: str) -> list[str]:
+def _read_together(graph: Graph, stack: Params, path: str) -> list[str]:
     """Returns the paths of the weights that read the input of this one, itself included; none if it
     is no matrix."""
     if not _is_matrix(graph, stack, path):
@@ -190,7 +196,7 @@ def _read_together(graph: Graph, stack: dict[str, Any], path: str) -> list[str]:
     ]
 
 
-def _is_matrix(graph: Graph, stack: dict[str, Any], path: str) -> bool:
+def _is_matrix(graph: Graph, stack: Params, path: str) -> bool:
     """Whether this is a weight of floats whose products sum over the first dimensions of each
     repeat."""
     if (

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -252,7 +252,10 @@ class MediaEncoder:
         return jax.jit(empty, static_argnums=0, out_shardings=self._layout.replicated)
 
 
-def tower_params(params: Mapping[str, Any]) -> dict[str, Any]:
+T = TypeVar("T")
+
+
+def tower_params(params: Mapping[str, T]) -> dict[str, T]:
     """Returns the weights of towers among these."""
     return {path: array for path, array in params.items() if is_tower(path)}
 

@@ -70,7 +70,7 @@ def _leaves(hf: dict) -> Iterator[tuple[tuple[str, ...], Any]]:
             yield (key,), value
 
 
-def _changed(hf: dict, keys: tuple[str, ...], value: Any) -> dict:
+def _changed(hf: dict, keys: tuple[str, ...], value: object) -> dict:
     """Returns a configuration with another value under `keys`."""
     first_key, *rest = keys
     return hf | {first_key: _changed(hf[first_key], tuple(rest), value) if rest else value}

@@ -34,7 +34,7 @@ def _hints(kind: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
-def _wrong(name: str, value: Any, hint: Any) -> Iterator[str]:
+def _wrong(name: str, value: object, hint: object) -> Iterator[str]:
     if not _fits(value, hint):
         yield f"{name} is {_shown(value)}"
     elif is_dataclass(value):
@@ -49,7 +49,7 @@ def _wrong(name: str, value: Any, hint: Any) -> Iterator[str]:
         yield from _wrong_number(name, value)
 
 
-def _wrong_number(name: str, value: Any) -> Iterator[str]:
+def _wrong_number(name: str, value: object) -> Iterator[str]:
     if type(value) is int and value < 1 and name not in _ANY_INTEGER:
         yield f"{name} is {value}"
     if isinstance(value, float) and (
@@ -62,7 +62,7 @@ def _wrong_number(name: str, value: Any) -> Iterator[str]:
         yield f"{name} is {value}"
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: Any) -> bool:
     """Returns whether a value has a declared type. Integers fit floats, booleans are no numbers."""
     origin = get_origin(hint)
     inner = get_args(hint)
@@ -84,6 +84,6 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

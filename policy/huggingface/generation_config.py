@@ -12,6 +12,7 @@ from typing import Any
 from policy import families
 from policy.huggingface import sources
 from policy.huggingface.tensorfiles import ModelFileError
+from policy.json_types import DecodedKeys, JsonObject
 
 CONFIG = "config.json"
 FILE = "generation_config.json"
@@ -59,7 +60,7 @@ def declared_stops(directory: str | os.PathLike) -> dict[str, tuple[int, ...]]:
     return {name: ids for name, ids in declared.items() if ids}
 
 
-def _ids(file: Path, keys: Mapping[str, Any]) -> tuple[int, ...]:
+def _ids(file: Path, keys: DecodedKeys) -> tuple[int, ...]:
     """Returns the ids under `eos_token_id`, which is null, an id or a list of ids. Negative ones
     stand for no token."""
     value = keys.get("eos_token_id")
@@ -72,17 +73,17 @@ def _ids(file: Path, keys: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(each for each in ids if each >= 0)
 
 
-def write(directory: str | os.PathLike, keys: Mapping[str, Any]) -> None:
+def write(directory: str | os.PathLike, keys: JsonObject) -> None:
     """Writes the generation_config.json of a directory, keys in alphabetical order."""
     text = json.dumps(dict(keys), indent=2, sort_keys=True, ensure_ascii=False)
     (Path(directory) / FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def merged(
-    source: Mapping[str, Any],
+    source: JsonObject,
     stops: tuple[int, ...],
     ids: Mapping[str, int | None],
-    sampling: Mapping[str, Any],
+    sampling: Mapping[str, int | float],
 ) -> dict[str, Any]:
     """Returns the keys of a trained model: those of its source, with these in their place.
 
@@ -103,7 +104,7 @@ def merged(
     return keys | _drawn(sampling)
 
 
-def _drawn(sampling: Mapping[str, Any]) -> dict[str, Any]:
+def _drawn(sampling: Mapping[str, int | float]) -> dict[str, Any]:
     """Returns sampling parameters as transformers names them. It warns about filters of greedy
     decoding."""
     if not sampling:

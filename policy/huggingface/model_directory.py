@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -254,7 +254,7 @@ def read_weights(
     ignore: tuple[str, ...] = (),
     missing: Missing = "refuse",
     seed: int = 0,
-    convert: Callable[[str, jax.Array], Any] = lambda path, array: array,
+    convert: Callable[[str, jax.Array], jax.Array] = lambda path, array: array,
 ) -> tuple[dict[str, jax.Array], frozenset[str]]:
     """Reads the weights of `graph` from the safetensors of `directory`, each shard straight to its
     place on the mesh.

@@ -15,11 +15,14 @@ outputs of known sharding (`auto_axes`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
+
+Specs: TypeAlias = "PartitionSpec | Sequence[Specs] | Mapping[str, Specs] | None"
+"""The shardings of a tree of arrays, or of a prefix of it."""
 
 
 def in_explicit_mode() -> bool:
@@ -32,7 +35,7 @@ def spec_of(x: jax.Array) -> PartitionSpec:
     return jax.typeof(x).sharding.spec
 
 
-def with_explicit_axes(function: Callable, mesh: Mesh, specs: Any) -> Callable:
+def with_explicit_axes(function: Callable, mesh: Mesh, specs: Specs) -> Callable:
     """Returns `function` traced with the axes of `mesh` Explicit. Its results are arrays of the
     caller's view.
 
@@ -47,7 +50,7 @@ def with_explicit_axes(function: Callable, mesh: Mesh, specs: Any) -> Callable:
 
 
 def over_devices(
-    function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any, **options: Any
+    function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Specs, **options: Any
 ) -> Callable:
     """Returns `jax.shard_map` of `function` over the mesh (in explicit mode: the mesh of the
     types).
@@ -60,7 +63,7 @@ def over_devices(
     return lambda *arguments: mapped(*jax.reshard(arguments, in_specs))
 
 
-def auto_axes(function: Callable, out_specs: Any, *arguments: Any) -> Any:
+def auto_axes(function: Callable, out_specs: Specs, *arguments: Any) -> Any:
     """Returns function(*arguments), computed with shardings of the partitioner; the results are
     sharded by `out_specs`.
 

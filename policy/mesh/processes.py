@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.typing import ArrayLike
 
 from policy.mesh import serialization
 
@@ -34,7 +35,7 @@ def first() -> bool:
     return index() == 0
 
 
-def on_host(array: Any) -> np.ndarray:
+def on_host(array: ArrayLike) -> np.ndarray:
     """Returns the full array on the host of each process."""
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
@@ -55,7 +56,7 @@ def _same(array):
     return array
 
 
-def device_put_global(tree: Any, sharding: Sharding) -> Any:
+def device_put_global(tree: object, sharding: Sharding) -> Any:
     """Puts arrays that every host has on the devices of `sharding`. Each process writes the shards
     of its own devices.
 
@@ -73,7 +74,7 @@ def device_put_global(tree: Any, sharding: Sharding) -> Any:
     return jax.tree.map(place, tree)
 
 
-def all_gather_object(value: Any) -> list:
+def all_gather_object(value: object) -> list:
     """Returns the values of all processes, in the order of their numbers.
 
     Raises TypeError for a type that policy/mesh/serialization.py does not know.

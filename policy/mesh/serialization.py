@@ -35,7 +35,7 @@ def register_type(*kinds: type[T]) -> type[T]:
 register_type(OSError)
 
 
-def write(value: Any) -> bytes:
+def write(value: object) -> bytes:
     """Serializes a value. Raises TypeError if its type is not registered."""
     return json.dumps(_plain(value, {})).encode()
 
@@ -46,7 +46,7 @@ def read(text: bytes) -> Any:
     return _value(json.loads(text), [])
 
 
-def _plain(value: Any, seen: dict[int, int]) -> Any:
+def _plain(value: object, seen: dict[int, int]) -> Any:
     """Returns a value as JSON. seen: number of each bytes object so far by its id; a file that
     several objects refer to is written once."""
     if value is None or type(value) in (bool, int, float, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,9 @@ def belongs_there(axes: tuple[str | None, ...]) -> bool:
     return len([axis for axis in axes if axis != "layers"]) > 1
 
 
+TreeT = TypeVar("TreeT")
+
+
 def in_host_memory(sharding: NamedSharding) -> NamedSharding:
     """Returns the same sharding in the memory of the devices' hosts.
 
@@ -54,7 +57,7 @@ def in_host_memory(sharding: NamedSharding) -> NamedSharding:
     return sharding.with_memory_kind(HOST)
 
 
-def fetch(tree: Any) -> Any:
+def fetch(tree: TreeT) -> TreeT:
     """Copies arrays in host memory to device memory, inside a jitted function. Gradients return to
     the memory of the arrays.
 
@@ -73,7 +76,7 @@ def lies_on_host(array: jax.Array) -> bool:
     return jax.typeof(array).memory_space == Space.Host
 
 
-def fetch_layer(weights: Any, runtime: Runtime) -> Any:
+def fetch_layer(weights: TreeT, runtime: Runtime) -> TreeT:
     """Fetches the weights of a layer, except a table that `table_memory` keeps in host memory."""
 
     def stays(variable) -> bool:
@@ -85,7 +88,7 @@ def fetch_layer(weights: Any, runtime: Runtime) -> Any:
     return jax.tree.map(lambda v: v if stays(v) else fetch(v), weights, is_leaf=is_variable)
 
 
-def put_back(tree: Any, like: Any) -> Any:
+def put_back(tree: TreeT, like: TreeT) -> TreeT:
     """Moves each array to the memory of its counterpart in `like`."""
     return jax.tree.map(
         lambda a, b: (
@@ -96,17 +99,17 @@ def put_back(tree: Any, like: Any) -> Any:
     )
 
 
-def to_device(tree: Any) -> Any:
+def to_device(tree: TreeT) -> TreeT:
     """Moves the arrays to device memory."""
     return jax.device_put(tree, Space.Device)
 
 
-def to_host(tree: Any) -> Any:
+def to_host(tree: TreeT) -> TreeT:
     """Moves the arrays to host memory."""
     return jax.device_put(tree, Space.Host)
 
 
-def on_a_device(tree: Any) -> int:
+def on_a_device(tree: object) -> int:
     """Counts the bytes of arrays, which may be abstract, in the memory of each device.
 
     Arrays in host memory count nothing.
@@ -118,7 +121,7 @@ def on_a_device(tree: Any) -> int:
     return sum(shard_bytes(array) for array in jax.tree.leaves(tree) if not is_hosted(array))
 
 
-def shard_bytes(array: Any) -> int:
+def shard_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Counts the bytes of a shard of an array, which may be abstract, in any memory."""
     place = array.sharding
     shape = array.shape if place is None else place.shard_shape(array.shape)

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+CarryT = TypeVar("CarryT")
+Index = jax.Array | int
 
 
 def scratch_shapes(block: int, *pools_KNPD: jax.Array) -> list[Any]:
@@ -50,14 +53,14 @@ class PageBlocks:
     table: Any
     pools: Sequence[Any]
     scratch: Sequence[Any]
-    is_seen: Callable[[Any, Any], Any]
+    is_seen: Callable[[Index, Index], jax.Array]
 
-    def row_and_head(self, program: Any) -> tuple[Any, Any]:
+    def row_and_head(self, program: Index) -> tuple[Index, Index]:
         """Returns the row and the head that a program computes."""
         heads = self.pools[0].shape[0]
         return (program // heads, program % heads) if heads > 1 else (program, 0)
 
-    def fold(self, end: Any, work: Callable[..., Any], carry: Any) -> Any:
+    def fold(self, end: Index, work: Callable[..., CarryT], carry: CarryT) -> CarryT:
         """Returns the carry after carry = work(first, carry, *entries) for each block of this
         program.
 
@@ -98,10 +101,16 @@ class PageBlocks:
         turn[0] = (before + blocks) % 2
         return carry
 
-    def _start(self, program: Any, number: Any, half: Any) -> None:
+    def _start(self, program: Index, number: Index, half: Index) -> None:
         self._each_page(program, number, half, lambda copy: copy.start())
 
-    def _each_page(self, program: Any, number: Any, half: Any, do: Callable[[Any], None]) -> None:
+    def _each_page(
+        self,
+        program: Index,
+        number: Index,
+        half: Index,
+        do: Callable[[Any], None],
+    ) -> None:
         """Calls `do` with the copies of each page of a block that a program sees."""
         *buffers, _, arrived = self.scratch
         (row, head), block = self.row_and_head(program), buffers[0].shape[1]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn.initializers import Initializer
+
+ModuleT = TypeVar("ModuleT", bound=nnx.Module)
 
 
 class Constant(nnx.Variable):
@@ -42,7 +44,7 @@ ones = jax.nn.initializers.ones
 zeros = jax.nn.initializers.zeros
 
 
-def stacked(create: Callable[[nnx.Rngs], Any], rngs: nnx.Rngs, repeats: int) -> Any:
+def stacked(create: Callable[[nnx.Rngs], ModuleT], rngs: nnx.Rngs, repeats: int) -> ModuleT:
     """Creates one module from `repeats` calls of `create(rngs)`, each with a random key of its own;
     weights are stacked along a new axis named "layers"."""
 

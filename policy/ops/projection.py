@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from types import EllipsisType
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ class Projection:
     inputs: tuple[int, ...] = field(metadata={"static": True})
     outputs: tuple[int, ...] = field(metadata={"static": True})
 
-    def __getitem__(self, at: Any) -> Any:
+    def __getitem__(self, at: EllipsisType | jax.Array) -> Projection | jax.Array:
         """`[...]` returns the projection itself, as a parameter of nnx returns its array. Other
         indices look up rows of a table [N, K]: an embedding that is the head as well."""
         return self if at is ... else self.matrix[at]

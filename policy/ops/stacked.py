@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from types import EllipsisType
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
+
+TreeT = TypeVar("TreeT")
 
 
 @jax.tree_util.register_dataclass
@@ -48,13 +51,13 @@ class StackedWeight:
             return self.own
         return jax.lax.dynamic_index_in_dim(self.array, self.layer, axis=0, keepdims=False)
 
-    def __getitem__(self, key: Any) -> StackedWeight:
+    def __getitem__(self, key: EllipsisType) -> StackedWeight:
         """Returns itself for `[...]`, as modules read their weights."""
         assert key is Ellipsis, "a stacked weight is not indexed"
         return self
 
 
-def unstacked(weights: Any) -> Any:
+def unstacked(weights: TreeT) -> TreeT:
     """Replaces every stacked weight of a tree by the slice of its layer."""
 
     def is_stacked(node) -> bool:
@@ -65,15 +68,15 @@ def unstacked(weights: Any) -> Any:
     )
 
 
-def in_place(weight: Any) -> Any:
+def in_place(weight: TreeT) -> TreeT:
     """Returns a weight without the slice that the scan makes of a stacked one, where a choice
     follows: a branch that does not read the slice must not wait for it."""
     return replace(weight, own=None) if isinstance(weight, StackedWeight) else weight
 
 
 def keep_stacked(
-    of_layer: Any, stack: Any, layer: jax.Array, chosen: Callable[[nnx.Variable], bool]
-) -> Any:
+    of_layer: TreeT, stack: TreeT, layer: jax.Array, chosen: Callable[[nnx.Variable], bool]
+) -> TreeT:
     """Returns the variables of one layer, those that are `chosen` stacked. stack: the variables of
     all layers."""
 

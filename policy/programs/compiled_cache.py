@@ -172,7 +172,7 @@ class CompiledCache:
             return self._compiled.setdefault(key, function)
 
 
-def callable_form(compiled: jax.stages.Compiled, jitted: Callable, arguments: Any) -> Callable:
+def callable_form(compiled: jax.stages.Compiled, jitted: Callable, arguments: tuple) -> Callable:
     """Returns the function to call on `arguments` (arrays or shapes): `compiled`, or `jitted` if an
     argument has numbers of fewer than 8 bits.
 
@@ -196,7 +196,7 @@ def _shape_of_second(*arguments: Any) -> Shape:
     return jax.tree.leaves(arguments[1])[0].shape
 
 
-def _key(arguments: tuple, static: dict[str, Any]) -> tuple:
+def _key(arguments: tuple, static: dict[str, object]) -> tuple:
     leaves, structure = jax.tree.flatten(arguments)
     return (structure, *static.items(), *map(_signature, leaves))
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from policy.execution.decoding import Params
 from rollout.engine.cache_manager import CacheManager
 from rollout.request import Request
 
@@ -66,7 +67,7 @@ class ActiveBatch:
             self._state = None
         return self._cache
 
-    def replace_cache(self, cache: Any) -> None:
+    def replace_cache(self, cache: tuple) -> None:
         """Stores the cache that a program returned for `full_cache()`, which was donated to the
         program."""
         self._cache = cache
@@ -94,7 +95,7 @@ class ActiveBatch:
         )
         return next(size for size in self._geometry.batch_sizes if size >= rows)
 
-    def expect(self, running: Mapping[int, Request], params: dict[str, Any]) -> None:
+    def expect(self, running: Mapping[int, Request], params: Params) -> None:
         """Starts to compile the decode of the slots that run, which follows their prefill. Prompts
         with pictures may need another program, by the positions of their tokens."""
         if any(request.media is not None for request in running.values()):
@@ -151,7 +152,7 @@ class ActiveBatch:
             return smaller
         return smaller // self._cache_manager.num_shards  # the active rows may all be in one shard
 
-    def decode(self, params: dict[str, Any], limits: tuple[int, int]) -> Any:
+    def decode(self, params: Params, limits: tuple[int, int]) -> Any:
         """Starts a decode and returns its DecodeOutput, whose arrays are on the device. limits: as
         in ModelRunner.decode."""
         tables = self.page_tables(self.slots)

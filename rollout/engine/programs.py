@@ -291,7 +291,7 @@ class DecoderPrograms:
             caches.supports_truncation(spec, self.graph.config) for spec in self.graph.config.layers
         )
 
-    def constrained(self, cache: Any) -> Any:
+    def constrained(self, cache: tuple) -> Any:
         """Constrains the result of a program to the shardings of the cache."""
         return caches.constrained(cache, self.graph.layout)
 

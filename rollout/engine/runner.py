@@ -31,7 +31,7 @@ import numpy as np
 from policy import modes
 from policy.cache import cache as caches
 from policy.cache.media import Media
-from policy.execution.decoding import DecodingWeights
+from policy.execution.decoding import DecodingWeights, Params
 from policy.mesh import processes
 from policy.mesh.sharding import Layout, block_on_cpu_mesh
 from policy.model import Graph
@@ -349,9 +349,7 @@ class ModelRunner:
             self._report_late(name, shape)
         return block_on_cpu_mesh(executable.run(shape, *arguments), self.graph.layout)
 
-    def expect_decode(
-        self, params: dict[str, Any], rows: int, requests: Collection[Request]
-    ) -> None:
+    def expect_decode(self, params: Params, rows: int, requests: Collection[Request]) -> None:
         """Starts to compile the decode of so many rows for these requests, while the program before
         it is compiled and runs."""
         widths = Widths.of(requests)
@@ -386,7 +384,7 @@ class ModelRunner:
 
     def compile_ahead(
         self,
-        params: dict[str, Any],
+        params: Params,
         longest: int,
         widths: Iterable[Widths],
         media_rows: Sequence[int] = (),
@@ -419,7 +417,7 @@ class ModelRunner:
 
     def compile_in_background(
         self,
-        params: dict[str, Any],
+        params: Params,
         longest: int,
         widths: Iterable[Widths],
         media_rows: Sequence[int] = (),
@@ -464,7 +462,7 @@ class ModelRunner:
         return _abstract(jax.eval_shape(self.executables["empty"].jitted), self.graph.layout)
 
 
-def _shapes(params: dict[str, Any]) -> dict[str, Any]:
+def _shapes(params: Params) -> dict[str, Any]:
     """Returns the shapes and shardings of weights: a thread that compiles keeps no weights
     alive."""
     return jax.tree.map(
@@ -485,7 +483,7 @@ def _abstract(cache: Any, layout: Layout) -> Any:
 
 def program_inputs(
     runner: ModelRunner,
-    params: dict[str, Any],
+    params: Params,
     longest: int,
     widths: Iterable[Widths],
     media_rows: Sequence[int] = (),
@@ -541,7 +539,7 @@ def program_inputs(
     yield ("empty",), ()
 
 
-def decode_inputs(runner: ModelRunner, params: dict[str, Any], rows: int, widths: Widths) -> tuple:
+def decode_inputs(runner: ModelRunner, params: Params, rows: int, widths: Widths) -> tuple:
     """Returns the abstract arguments of a decode of so many rows."""
     weights = runner.decoding_weights.abstract(params) if runner.decoding_weights else params
     return (
