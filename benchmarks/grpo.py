@@ -188,7 +188,7 @@ class Duet:
         from rl.data.datasets import Example
         from rl.data.encoded import Problem
         from rl.stages.configured import LargestGroup
-        from rl.stages.sharing import LONGEST_ON_CPU
+        from rl.training.batch_updates import LONGEST_ON_CPU
         from rl.training.packing.trees import Sharing
         from rl.training.trainer import Trainer
         from rollout import Generator, SamplingParams

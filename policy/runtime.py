@@ -30,7 +30,7 @@ class Runtime:
 
     Memory. `remat` is "none" or a policy of policy/remat.py; "custom" keeps `remat_tensors`, pairs
     (name, memory). `scan` runs the repeats of a stack in a loop. More than `attention_chunk`
-    queries are taken in chunks. `skip_blocks`: attention of long rows may skip blocks of tokens
+    queries are taken in chunks. `skip_blocks`: attention of packed rows may skip blocks of tokens
     that do not see each other (policy/attention/block_attention.py), which changes last bits. It is
     for training: the generator and the scorer of policy/programs/scoring.py never do.
     `host_parameters`: trained weights live in host memory (policy/ops/host_memory.py).

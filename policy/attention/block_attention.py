@@ -7,11 +7,12 @@ other devices. So the work of a packed row follows what its sequences see, while
 shape share a program.
 
 It serves calls whose queries see tokens of the call only, in the order of sequences or, for trees,
-in preorder (`Step.contiguous`). It computes trees (policy/cache/paths.py) in rows of at least two
-blocks and, on CPU where the runtime allows it (`Runtime.skip_blocks`), segments in rows of at least
-SHORTEST_FLAT tokens. It has no sinks, no layers that look ahead and no indexers. Where it does not
-serve a call, `attend` returns None, and the caller uses the dense form
-(policy/attention/dot_product_attention.py), which is its oracle.
+in preorder (`Step.contiguous`), in rows of at least two blocks. It computes trees
+(policy/cache/paths.py) and, where the runtime allows it (`Runtime.skip_blocks`), segments, on a CPU
+in rows of at least SHORTEST_FLAT tokens. It has no sinks, no layers that look ahead and no
+indexers. Where it does not serve a call, `attend` returns None, and the caller uses the dense form
+(policy/attention/dot_product_attention.py), which is its oracle. On TPU and GPU kernels
+(policy/attention/flash_attention.py) serve bfloat16 before it.
 
 B rows, T tokens, H query heads, K key-value heads, G = H / K, D and V dimensions of keys and
 values, S places of a block, n = T / S blocks of a row, I pairs of blocks.
@@ -38,8 +39,8 @@ from policy.mesh.explicit import over_devices
 # larger products use the device better.
 SIZES = {"cpu": 64}
 OTHERWISE = 256
-# Shorter rows of segments are computed by the dense form.
-SHORTEST_FLAT = 512
+# Shorter rows of segments are computed by the dense form on a CPU.
+SHORTEST_FLAT = 256
 NEVER = np.iinfo(np.int32).max
 
 
@@ -74,8 +75,8 @@ def served(step: Step, runtime: Runtime) -> bool:
         or (layout is not None and layout.cache_rows_differ)
     ):
         return False
-    flat = runtime.skip_blocks and T >= SHORTEST_FLAT and _platform(runtime) == "cpu"
-    return step.tree is not None or flat
+    long_enough = T >= SHORTEST_FLAT or _platform(runtime) != "cpu"
+    return step.tree is not None or (runtime.skip_blocks and long_enough)
 
 
 def _platform(runtime: Runtime) -> str:

@@ -430,7 +430,7 @@ class StageOptions(Strict):
         ge=1,
         description="sequences of full length, or pairs, in one gradient computation, whose "
         "tokens bound those of its "
-        "packed rows (null: all, on CPU about 768 tokens); changes speed and memory only",
+        "packed rows (null: all, on CPU about 1,024 tokens); changes speed and memory only",
     )
     shared_prefix: Literal["auto", "always", "never"] = Field(
         default="auto",

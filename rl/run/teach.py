@@ -152,5 +152,5 @@ def top(
     batch = padded_batch(rows, limit)
     N, T = batch.tokens.shape
     R = rows_at_a_time(layout, T)
-    packing = plan_packing(batch.segments, [-(-N // R) * R])
+    packing = plan_packing(batch.segments, -(-N // R) * R)
     return by_micro_batch(partial(teacher.top(k, vocab), teacher.params), batch, packing, R, layout)

@@ -134,6 +134,7 @@ class Stage(StageKind):
             returns_tokens=True,
             teacher=abstract_teacher(self.config, self.teacher, self.algorithm, graph.layout),
         )
+        self.trainer.row_length = self.row_length
         self.trainer.sharing = sharing_of(self, graph)
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:

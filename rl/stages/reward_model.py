@@ -63,6 +63,7 @@ class Stage(StageKind):
         from rl.training.reward_model import RewardModelTrainer
 
         self.trainer = RewardModelTrainer(graph, self.options, self.algorithm, self.config.seed)
+        self.trainer.row_length = self.row_length
         self.trainer.sharing = sharing_of(self, graph)
 
     def learner(self, state: RewardModelState) -> Any:

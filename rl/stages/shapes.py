@@ -16,6 +16,7 @@ import numpy as np
 from rl.accounting.program_names import ProgramName
 from rl.stages.sharing import describe, full_rows
 from rl.stages.stage import Program, StageKind
+from rl.training.packing.row_shapes import Sizes, choose_shape
 
 if TYPE_CHECKING:
     import jax
@@ -40,16 +41,18 @@ class PackedRows(NamedTuple):
 
 def abstract_rows(stage: StageKind, updates: int) -> PackedRows:
     """Returns the packed rows of one of the `updates` equal parts of a step."""
-    T = stage.row_length
     sharing = stage.trainer.sharing
-    multiple = stage.trainer.length_multiple
     N = stage.rows_per_update * stage.options.updates_per_step // updates
-    counts, R = stage.trainer.row_counts(N, T, sharing)
+    bounds = stage.trainer.row_bounds(N, stage.row_length, sharing)
     full = full_rows(stage, sharing, N)
-    rows = min(count for count in counts if count >= full)
-    length = T if sharing is None else sharing.packed_length(T)
-    R = R or rows
-    return PackedRows((rows, -(-length // multiple) * multiple), R, -(-full // R))
+
+    def filled_rows(length: int) -> int:
+        return -(-full // (length // bounds.limit))
+
+    sizes = Sizes(full, full * bounds.limit, bounds.limit)
+    shape = choose_shape(bounds, sizes, filled_rows)
+    passes = -(-filled_rows(shape.length) // shape.micro_rows)
+    return PackedRows((bounds.program_rows(shape), shape.length), shape.micro_rows, passes)
 
 
 _TOWERS = (

@@ -16,17 +16,11 @@ if TYPE_CHECKING:
     from rl.training.packing.trees import Sharing
 
 
-LONGEST_ON_CPU = 3072
-"""Tokens of the longest packed row on a CPU without `micro_batch`, unless a row of the batch has
-more. Activations of longer rows leave its caches, and their memory is allocated anew in each
-update."""
-
-
 def sharing_of(stage: ConfiguredStage, graph: Graph) -> Sharing | None:
     """Returns how the sequences of a stage share beginnings on this mesh; None: each is computed
     alone. Raises ConfigError where `always` cannot be."""
     from policy.attention.flash_attention import LONGEST_TREES
-    from rl.training.batch_updates import row_multiple
+    from rl.training.batch_updates import LONGEST_ON_CPU, row_multiple
     from rl.training.packing.trees import Sharing, has_state
 
     if (group := stage.group) is None or excluded(stage, graph) is not None:
@@ -43,6 +37,7 @@ def sharing_of(stage: ConfiguredStage, graph: Graph) -> Sharing | None:
     modules = config.multi_token_prediction
     return Sharing(
         Fraction(max(length, group.packed_length(most)), length),
+        longest=LONGEST_TREES if _by_kernel(graph) else None,
         ahead=modules.depth if options.mtp and modules else 0,
         one_level=has_state(config),
         together=stage.answers_share_prompts,

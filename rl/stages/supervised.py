@@ -96,6 +96,7 @@ class Stage(StageKind):
             returns_tokens=self._records_losses,
             teacher=teacher,
         )
+        self.trainer.row_length = self.row_length
         self.trainer.sharing = sharing_of(self, graph)
 
     @property

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from policy import modes
-from policy.attention import sequence_shards
+from policy.attention import flash_attention, sequence_shards
 from policy.cache.media import MediaTable
 from policy.cache.step import Step
 from policy.layers import batch_split
@@ -31,12 +31,21 @@ from rl.config.stage import StageOptions
 from rl.errors import ModelError
 from rl.training.batch import Batch
 from rl.training.media import towers
-from rl.training.packing.packing import Packing, plan_packing, row_counts
-from rl.training.packing.trees import Sharing, plan_trees
+from rl.training.packing.packing import Packing, plan_rows
+from rl.training.packing.row_shapes import RowBounds
+from rl.training.packing.trees import Sharing, plan_tree_rows
 from rl.training.updater import LossCall, ParamState, updates_made
 
 # Target number of tokens in a default micro-batch on a CPU.
-CPU_TOKENS = 768
+CPU_TOKENS = 1024
+# Most tokens of a packed row on a CPU, unless a sequence or a tree has more: the activations of
+# longer ones leave its caches, and their memory is allocated anew in each update.
+LONGEST_ON_CPU = 3072
+# Elsewhere, most tokens of a packed row over those of the longest sequence or tree: kernels of
+# accelerators compute all pairs of blocks of a row.
+LONGEST_FACTOR = 3
+# Lengths are multiples of the blocks of kernels if the longest sequence has so many.
+FEW_BLOCKS = 8
 
 
 def row_multiple(graph: Graph) -> int:
@@ -130,6 +139,8 @@ class BatchUpdates(ABC):
         self.flops = Operations(graph)
         self.total_flops = 0.0
         self.sharing: Sharing | None = None
+        # Most tokens of a row of a batch; None: the length of its arrays.
+        self.row_length: int | None = None
         # Only updates may drop tokens of full experts: the generator, and passes that are compared
         # with it, never do.
         self._scoring_graph = graph.with_runtime(skip_blocks=True)
@@ -141,53 +152,54 @@ class BatchUpdates(ABC):
         A batch in which no group has a beginning worth sharing is packed as sequences alone.
         """
         N, T = batch.segments.shape
-        multiple = self.length_multiple
+        T = self.row_length or T
         if self.sharing is not None:
-            counts, R = self.row_counts(N, T, self.sharing)
-            packing = plan_trees(batch, counts, self.sharing, multiple)
-            if packing.distinct < len(packing.source):
-                return packing, R or packing.shape[0]
-        counts, R = self.row_counts(N, T)
-        packing = plan_packing(batch.segments, counts, multiple)
-        return packing, R or packing.shape[0]
+            bounds = self.row_bounds(N, T, self.sharing)
+            if planned := plan_tree_rows(batch, bounds, self.sharing):
+                return planned[0], planned[1].micro_rows
+        packing, shape = plan_rows(batch.segments, self.row_bounds(N, T))
+        return packing, shape.micro_rows
 
-    @property
-    def length_multiple(self) -> int:
-        """Returns the number of which the lengths of packed rows are a multiple."""
-        return sequence_shards.multiple(self._update_graph.runtime)
+    def row_bounds(self, N: int, T: int, sharing: Sharing | None = None) -> RowBounds:
+        """Returns what bounds the packed rows of N rows of at most T tokens.
 
-    def row_counts(
-        self, N: int, T: int, sharing: Sharing | None = None
-    ) -> tuple[list[int], int | None]:
-        """Returns (possible numbers of packed rows of N rows of T tokens, rows of a micro-batch;
-        None: all).
-
-        With sharing, packed rows are longer, and a micro-batch takes fewer of them: its tokens do
-        not grow, unless one packed row has more.
+        With `micro_batch` a micro-batch has at most the tokens of so many rows of T tokens. Without
+        it, it has all packed rows, or on a CPU about CPU_TOKENS tokens; `router.balance: batch`
+        keeps one micro-batch there too, because several would need an extra forward pass.
         """
         multiple = row_multiple(self.graph)
-        micro = self.stage.micro_batch or self._micro_batch(N, T)
-        if sharing is not None:
-            N = sharing.most_rows(N)
-            tokens = micro and -(-micro // multiple) * multiple * T
-            micro = tokens and max(1, tokens // sharing.packed_length(T) // multiple) * multiple
-        if micro is None:
-            return row_counts(N, multiple), None
-        R = -(-min(micro, N) // multiple) * multiple
-        return [-(-N // R) * R], R
-
-    def _micro_batch(self, N: int, T: int) -> int | None:
-        """Returns the default rows of a micro-batch; None: all.
-
-        On a CPU small micro-batches keep the activations in the caches. `router.balance: batch`
-        keeps one micro-batch, because several would need an extra forward pass.
-        """
+        limit = T if sharing is None else sharing.packed_length(T)
         on_cpu = self.graph.layout.platform == "cpu"
-        return (
-            -(-N // -(-N * T // CPU_TOKENS))
-            if on_cpu and self.stage.router.balance == "sequence"
-            else None
+        rows = self.stage.micro_batch and -(-self.stage.micro_batch // multiple) * multiple
+        micro_tokens = rows and rows * T
+        most_rows = N if micro_tokens is None else micro_tokens // limit
+        stretched = 0
+        if micro_tokens is None and on_cpu and self.stage.router.balance == "sequence":
+            micro_tokens = CPU_TOKENS
+            most_rows = CPU_TOKENS // limit
+            stretched = LONGEST_ON_CPU
+        longest = LONGEST_ON_CPU if on_cpu else LONGEST_FACTOR * limit
+        return RowBounds(
+            sequences=N,
+            sequence=T,
+            limit=limit,
+            most_rows=max(1, most_rows),
+            micro_tokens=micro_tokens,
+            stretched=stretched,
+            longest=min(longest, sharing.longest) if sharing and sharing.longest else longest,
+            row_multiple=multiple,
+            length_multiple=self._length_multiple(limit),
+            few_rows_first=on_cpu,
         )
+
+    def _length_multiple(self, limit: int) -> int:
+        """Returns the number of which the lengths of packed rows are a multiple: on an accelerator
+        the blocks of its kernels divide long rows."""
+        multiple = sequence_shards.multiple(self._update_graph.runtime)
+        blocks = multiple * flash_attention.LANES
+        on_cpu = self.graph.layout.platform == "cpu"
+        fit = not on_cpu and limit >= FEW_BLOCKS * blocks and limit % blocks == 0
+        return blocks if fit else multiple
 
     @cached_property
     def loss_inputs(self) -> Callable[..., PolicyInputs]:

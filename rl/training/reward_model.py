@@ -257,12 +257,10 @@ class RewardModelScorer:
         N, T = batch.tokens.shape
         R = self.rows(T)
         if self.sharing is None:
-            packing = plan_packing(batch.segments, [-(-N // R) * R])
+            packing = plan_packing(batch.segments, -(-N // R) * R)
         else:
-            counts = [-(-self.sharing.most_rows(N) // R) * R]
-            packing = plan_trees(
-                batch.replace(prompt=np.arange(N) // samples), counts, self.sharing
-            )
+            rows = -(-self.sharing.most_rows(N) // R) * R
+            packing = plan_trees(batch.replace(prompt=np.arange(N) // samples), rows, self.sharing)
         assert self._params is not None  # a scorer of a plan has none
         weights = Weights(reward_model=self._params, table=table)
         (scores,) = by_micro_batch(

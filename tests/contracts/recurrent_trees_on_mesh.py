@@ -56,7 +56,7 @@ def compare() -> dict:
     delta_rule.CHUNK, result = 16, {}
     for name, (keys, axes, modes_of_mesh) in MODELS.items():
         data = shared_prefixes.groups(keys["vocab_size"])
-        packing = plan_trees(data, [4], Sharing(length_factor=2, one_level=True), multiple=2)
+        packing = plan_trees(data, 4, Sharing(length_factor=2, one_level=True), multiple=2)
         logp, grads = computed(keys, packing, data, None)
         for axis in axes:
             for explicit in modes_of_mesh:

@@ -178,7 +178,7 @@ def test_saving_and_loading_is_the_identity(model, tmp_path):
         )
 
 
-ROWS, WIDTH = 8, 30
+ROWS, WIDTH = 8, 56
 
 
 def logits_of(model, rows, segments=None) -> np.ndarray:
@@ -206,21 +206,28 @@ def test_logits_are_causal_and_padding_is_not_seen(model):
 
 @of_representative_kinds
 def test_packed_and_padded_documents_equal_the_documents_alone(model, kind):
-    """One batch: three documents packed (padding last, padding first), and each alone, padded on
-    the right and on the left.
+    """One batch: three documents packed twice into one row (padding last, padding first), and each
+    alone, padded on the right and on the left.
     """
     width, lengths = WIDTH, (9, 1, 14)
     documents = [tokens(1, n, seed=n)[0] for n in lengths]
     rows, segments = np.zeros((ROWS, width), int), np.zeros((ROWS, width), int)
     for number, document in enumerate(documents, 1):
         n, at = len(document), sum(lengths[: number - 1])
-        packed = (0, at, number), (1, width - sum(lengths) + at, number)
+        first, again = width - 2 * sum(lengths), sum(lengths) + at
+        packed = (
+            (0, at, number),
+            (0, again, 3 + number),
+            (1, first + at, number),
+            (1, first + again, 3 + number),
+        )
         for row, start, segment in (*packed, (1 + number, 0, 1), (4 + number, width - n, 1)):
             rows[row, start : start + n], segments[row, start : start + n] = document, segment
     logits, tolerance = logits_of(model, rows, segments), KINDS[kind].generator
     for number in range(1, 4):
         expected = logits[1 + number][segments[1 + number] != 0]
-        for row, segment in ((0, number), (1, number), (4 + number, 1)):
+        inside = [(row, copy + number) for row in (0, 1) for copy in (0, 3)]
+        for row, segment in (*inside, (4 + number, 1)):
             result = logits[row][segments[row] == segment]
             np.testing.assert_allclose(
                 result, expected, atol=tolerance, rtol=0, err_msg=f"row {row}"

@@ -114,7 +114,7 @@ def test_tokens_loss_and_gradients(case, tmp_path):
     loss.backward()
 
     batch = padded_batch(encoded, 64)
-    batch = plan_packing(batch.segments, [len(rows)]).batch(batch)
+    batch = plan_packing(batch.segments, len(rows)).batch(batch)
     assert batch.segments.max() > 1, "several documents in a row"
     model, algorithm = policy.load(tmp_path), rl.algorithms.get("sft", **options)
     step = make_step(batch.tokens, segments=batch.segments)
@@ -148,7 +148,7 @@ def test_rows_are_packed_by_best_fit():
         Dataset.from_dict({"input_ids": [[1] * int(n) for n in lengths]}), seq_length=32
     )["seq_lengths"]
     segments = (np.arange(32) < lengths[:, None]).astype(np.int32)
-    ours = plan_packing(segments, [len(lengths)])
+    ours = plan_packing(segments, len(lengths))
     # Which of two rows with equal room is taken is not said, so how full they are is compared.
     assert sorted(np.count_nonzero(row) for row in ours.segments if row.any()) == sorted(
         map(sum, theirs)

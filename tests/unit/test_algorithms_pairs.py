@@ -117,7 +117,7 @@ def test_packed_rows_and_micro_batches_give_the_same(name):
     batch, logp, entropy = data()
     inputs, run = prepared(name, batch, entropy, nll_coef=0.2)
     (loss, metrics), gradient = run(inputs, logp)
-    packing = plan_packing(batch.segments, [5])
+    packing = plan_packing(batch.segments, 5)
     assert 1 < packing.filled_rows < 5 and batch.segments.shape[1] % 2 == 0
     full, run = prepared(name, packing.batch(batch), packing.pack(entropy), nll_coef=0.2)
     losses, every, slopes = [], [], []
@@ -165,7 +165,7 @@ def test_a_reward_model_ranks_the_scores_of_last_tokens_by_their_margin():
     )
     algorithm, packing = (
         rl.algorithms.get("reward_model", center_coef=0.3),
-        plan_packing(batch.segments, [5]),
+        plan_packing(batch.segments, 5),
     )
     assert 1 < packing.filled_rows < 5
 

@@ -249,3 +249,13 @@ def test_penalties_are_measured(script):
         set(result) == {"none", "bias, words, ends", "penalties", "all", "counting"}
         and min(result.values()) > 0
     )
+
+
+def test_few_computed_tokens_are_padding_in_updates_of_every_kind(script):
+    """Over 30 steps of lognormal lengths, in few shapes of rows."""
+    packing = script("packing")
+    for kind in packing.KINDS:
+        for size, least in ((8, 0.90), (32, 0.95)):
+            share = packing.measure(kind, packing.lognormal, size, steps=30)
+            assert sum(share.shares) / 30 >= least, (kind.name, size)
+            assert len(share.shapes) <= 16, (kind.name, size)

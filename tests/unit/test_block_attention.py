@@ -2,6 +2,7 @@
 and computes no pair of blocks whose tokens do not see each other."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +125,26 @@ def test_pairs_of_blocks(kind, bounds):
         assert number <= 1.1 * len(need)
 
 
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_a_packed_row_costs_what_its_sequences_cost(count):
+    """The pairs of a row of equal sequences are those of each sequence in a row of its own."""
+    size, T = 64, 1024
+
+    def listed(row, T):
+        step = make_step(jnp.zeros((1, T)), segments=flat([row], T))
+        mask = Mask(step, own_tokens(step, {}))
+        spec = BlockSpec(size, AttentionBounds())
+        return int(block_attention.pairs(spec, mask.queries[:2], mask.keys).number)
+
+    length = T // count
+    blocks = length // size
+    assert listed([length] * count, T) == count * listed([length], length)
+    assert listed([length], length) == blocks * (blocks + 1) // 2
+    # Borders inside of blocks add at most two blocks to the keys of a sequence.
+    uneven = listed([length - 5] * count, T)
+    assert uneven <= count * (blocks + 1) * (blocks + 2) // 2
+
+
 def test_a_policy_saves_what_the_backward_pass_needs():
     """With "context" saved the backward pass has no second forward loop."""
     step, _ = steps("trees", 40)
@@ -157,6 +178,12 @@ def test_calls_that_blocks_serve():
     assert block_attention.attend(q, q, q, step, runtime, AttentionBounds(looks_ahead=True)) is None
     assert block_attention.attend(q, q, q, step, runtime, sinks_H=jnp.zeros(1)) is None
     assert not block_attention.served(steps("trees", T - 1)[0], runtime)
+    for platform in ("tpu", "gpu"):
+        place = SimpleNamespace(platform=platform, cache_rows_differ=False)
+        elsewhere = Runtime(layout=place, skip_blocks=True)
+        row = jnp.zeros((1, 2 * block_attention.OTHERWISE), jnp.int32)
+        assert block_attention.served(make_step(row), elsewhere), "on every platform"
+        assert not block_attention.served(make_step(row[:, :-1]), elsewhere)
     tokens = jnp.zeros((1, long), jnp.int32)
     assert block_attention.served(make_step(tokens), training)
     assert not block_attention.served(make_step(tokens), runtime)

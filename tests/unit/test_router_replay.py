@@ -371,7 +371,7 @@ def test_prediction_modules_choose_themselves():
 def test_packing_fills_up_with_routes_that_are_not_known():
     data = batch()
     routes = np.random.default_rng(0).integers(0, 8, (*data.tokens.shape, 3, 2)).astype(np.int16)
-    packing = plan_packing(data.segments, [len(data.tokens)])
+    packing = plan_packing(data.segments, len(data.tokens))
     packed = packing.batch(data.replace(routes={"a": routes}))
     assert (packed.routes["a"][packed.segments == 0] == UNKNOWN).all()
     for layer in range(3):

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from policy.cache.media import Media
 from policy.cache.step import UNKNOWN
 from rl.training.batch import Batch
-from rl.training.packing.packing import row_counts
 from rl.training.packing.trees import Sharing, groups_of, plan_trees
 
 
@@ -56,7 +55,7 @@ SHARINGS = [Sharing(), Sharing(2), Sharing(4), Sharing(2, one_level=True), Shari
 def test_a_packing_holds_every_token_once_and_the_chains_before_are_the_rows(rows, sharing):
     data = batch_of(rows)
     N, T = data.tokens.shape
-    packing = plan_trees(data, row_counts(-(-N // sharing.length_factor), 1), sharing)
+    packing = plan_trees(data, sharing.most_rows(N), sharing)
     tree, L = packing.tree, packing.shape[1]
     assert T * sharing.length_factor == L
     real = np.flatnonzero(data.segments)
@@ -113,7 +112,7 @@ def test_groups_that_stay_together_keep_the_order_of_their_sequences():
             mask[i, at + 6 : at + len(ids)] = 1
             at += len(ids)
     data = Batch(tokens=tokens, segments=segments, mask=mask, prompt=np.arange(6, dtype=np.int32))
-    packing = plan_trees(data, row_counts(6, 1), Sharing(together=True))
+    packing = plan_trees(data, 6, Sharing(together=True))
     assert packing.filled_rows < 6 and packing.distinct < len(packing.source)
     own = packing.pack(np.where(mask > 0, np.arange(1, 7)[:, None] * 10 + segments, 0))
     for row in range(packing.filled_rows):
@@ -128,14 +127,14 @@ def test_a_cut_tree_fills_rows_and_repeats_its_beginning():
     """A group of 8 x (16 + 8) tokens in rows of 24 and of 48."""
     rng, prompt = np.random.default_rng(1), [3] * 16
     rows = [[(prompt + rng.integers(0, 9, 8).tolist(), [0] * 16 + [1] * 8) for _ in range(8)]]
-    packing = plan_trees(batch_of(rows), [4], Sharing(2))
+    packing = plan_trees(batch_of(rows), 4, Sharing(2))
     assert packing.filled_rows == 2 and packing.distinct == 2 * 16 + 8 * 8
     assert np.count_nonzero(packing.tree.position[0] == 0) == 1
 
 
 def test_groups_that_save_little_lie_flat():
     rows = [[([1] + [k] * 20, [0] + [1] * 20) for k in range(3)]]
-    packing = plan_trees(batch_of(rows), [3], Sharing(2))
+    packing = plan_trees(batch_of(rows), 3, Sharing(2))
     assert packing.distinct == len(packing.source) and (packing.tree.count <= 1).all()
 
 
@@ -151,7 +150,7 @@ def test_a_turn_that_one_row_trains_on_is_shared_and_owned_by_it():
         ]
     ]
     data = batch_of(rows)
-    packing = plan_trees(data, [3], Sharing(2))
+    packing = plan_trees(data, 3, Sharing(2))
     packed = packing.batch(data)
     assert packing.distinct == 4 + 2 + 1 + 1 + 2 + 2  # the last token of a row is its own
     owned = packed.segments[0][packed.mask[0] > 0]
@@ -166,7 +165,7 @@ def test_known_routes_that_differ_end_a_beginning(routes, distinct):
     given = np.full((*data.tokens.shape, 1, 1), 1, np.int32)
     given[:, 0] = np.array(routes)[:, None, None]
     data = data.replace(routes={"layer": given})
-    packing = plan_trees(data, [2], Sharing(2))
+    packing = plan_trees(data, 2, Sharing(2))
     assert packing.distinct == distinct
     if distinct == 7:
         assert packing.routes(data)["layer"].reshape(-1)[0] == 2, "what is known beats what is not"
@@ -177,11 +176,11 @@ def test_a_beginning_ends_before_a_picture_that_sees_itself():
     places = np.where(data.segments > 0, np.arange(24), 0).astype(np.int32)
     until = np.where((places >= 1) & (places <= 4), np.maximum(places, 4), places).astype(np.int32)
     media = Media(index=np.full(data.tokens.shape, -1, np.int32), until=until)
-    packing = plan_trees(data.replace(media=media), [2], Sharing(2))
+    packing = plan_trees(data.replace(media=media), 2, Sharing(2))
     assert packing.tree.count.max() == 2 and np.count_nonzero(packing.tree.count == 2) == 1
 
 
 def test_the_layout_is_a_function_of_the_batch():
     data = shared_prefixes.groups(50)
-    one, other = (plan_trees(data, [12], Sharing(2)) for _ in range(2))
+    one, other = (plan_trees(data, 12, Sharing(2)) for _ in range(2))
     assert np.array_equal(one.target, other.target) and len(groups_of(data)) == 4

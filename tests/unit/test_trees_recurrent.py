@@ -312,7 +312,7 @@ def learned(runtime, packing):
 
 @functools.cache
 def learned_alone():
-    return learned(learners.QUICK, plan_packing(sequences().segments, [16]))
+    return learned(learners.QUICK, plan_packing(sequences().segments, 16))
 
 
 @pytest.mark.slow  # test_shared_prefix.py has the plain case
@@ -320,7 +320,7 @@ def learned_alone():
 def test_a_decoder_with_delta_nets_scores_and_learns_as_from_sequences_alone(how, monkeypatch):
     """Packed by the trainer's packings, with states handed over between chunks of 16 tokens."""
     monkeypatch.setattr(delta_rule, "CHUNK", 16)
-    trees = plan_trees(sequences(), [16], Sharing(length_factor=2, one_level=True))
+    trees = plan_trees(sequences(), 16, Sharing(length_factor=2, one_level=True))
     assert trees.distinct < 0.8 * len(trees.source) and trees.shape[1] == 40
     (logp, entropy), grads = learned(RUNTIMES[how], trees)
     (expected, expected_entropy), expected_grads = learned_alone()

@@ -6,9 +6,10 @@ lengths alone determine where a sequence goes, so a resumed run packs in the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,10 +18,7 @@ from policy.cache.paths import Tree
 from policy.cache.step import UNKNOWN
 from rl.accounting import flops
 from rl.training.batch import Batch
-
-# The most different numbers of packed rows without micro-batches. Each number is a shape that
-# compiles.
-MAX_ROW_COUNTS = 8
+from rl.training.packing.row_shapes import RowBounds, RowShape, Sizes, choose_shape
 
 PER_TOKEN_FIELDS = (
     "mask",
@@ -42,8 +40,8 @@ forward pass reads (`Packing.inputs`)."""
 
 @dataclass(frozen=True)
 class Packing:
-    """The map from N rows of T tokens to R packed rows of L tokens. L is T or, with trees,
-    `Sharing.packed_length(T)`, rounded up to a multiple.
+    """The map from N rows of T tokens to R packed rows of L tokens, as
+    rl/training/packing/row_shapes.py chooses them.
 
     unpacked_shape: (N, T). shape: (R, L). source, target: flat token indices; token `source[i]` of
     the rows is token `target[i]` of the packed rows. segments: int32[R, L], sequence of each token
@@ -177,52 +175,86 @@ class Packing:
         return Media(index=self.pack(media.index, fill=-1), turns=turns, until=until)
 
 
-def plan_packing(segments_NT: np.ndarray, counts: Sequence[int], multiple: int = 1) -> Packing:
-    """Packs the rows of a batch, longest first, each into the packed row with the least free space
+class Places(NamedTuple):
+    """Where sequences lie: the packed row of each, its first place there, and the numbers of the
+    sequences before it in that row. rows: packed rows that hold tokens."""
+
+    row: np.ndarray
+    start: np.ndarray
+    before: np.ndarray
+    rows: int
+
+
+def best_fit(lengths_N: np.ndarray, sequences_N: np.ndarray, length: int) -> Places:
+    """Places rows of a batch, longest first, each into the packed row with the least free space
     that suffices.
 
     This is best fit decreasing, which needs at most 11/9 of the fewest rows and 4 more (Johnson
-    1973). Rows of padding fill up to the first sufficient number of `counts`. The sequences of a
-    row (segments 1, 2, ...) stay together and in order: their numbers in the packed row follow each
-    other. Packed rows end in padding up to a multiple of `multiple` tokens.
+    1973). lengths, sequences: tokens and sequences of each row; rows without tokens have no place.
+    length: tokens of a packed row.
+    """
+    N = len(lengths_N)
+    row, start, before = (np.zeros(N, np.int32) for _ in range(3))
+    packed_sequences: list[int] = []
+    free: list[tuple[int, int]] = []  # (free tokens, packed row), ascending
+    for i in np.argsort(-lengths_N, kind="stable")[: np.count_nonzero(lengths_N)].tolist():
+        tokens = int(lengths_N[i])
+        at = bisect.bisect_left(free, (tokens, 0))
+        if at < len(free):
+            left, r = free.pop(at)
+        else:
+            left, r = length, len(packed_sequences)
+            packed_sequences.append(0)
+        row[i], start[i], before[i] = r, length - left, packed_sequences[r]
+        packed_sequences[r] += int(sequences_N[i])
+        bisect.insort(free, (left - tokens, r))
+    return Places(row, start, before, len(packed_sequences))
+
+
+def plan_packing(
+    segments_NT: np.ndarray, rows: int, length: int | None = None, multiple: int = 1
+) -> Packing:
+    """Packs the rows of a batch by `best_fit` into `rows` packed rows, of which the last may stay
+    empty.
+
+    The sequences of a row (segments 1, 2, ...) stay together and in order: their numbers in the
+    packed row follow each other. length: tokens of a packed row, by default those of a row of the
+    batch. Packed rows end in padding up to a multiple of `multiple` tokens.
     """
     segments = np.asarray(segments_NT)
     N, T = segments.shape
+    room = length or T
     lengths = np.count_nonzero(segments, axis=1)
-    sequences = segments.max(axis=1, initial=0)
-    free, packed_sequences = np.full(N, T), np.zeros(N, np.int32)  # of each packed row
-    packed_row, start, first_sequence = (np.zeros(N, np.int32) for _ in range(3))  # of each row
-    for i in np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]:
-        r = np.argmin(np.where(free >= lengths[i], free, T + 1))
-        packed_row[i], start[i], first_sequence[i] = r, T - free[r], packed_sequences[r]
-        free[r] -= lengths[i]
-        packed_sequences[r] += sequences[i]
-    filled_rows = int(np.count_nonzero(packed_sequences))
-    rows = next(count for count in counts if count >= filled_rows)
+    places = best_fit(lengths, segments.max(axis=1, initial=0), room)
+    assert places.rows <= rows, "the packed rows have room for every batch"
     row, column = np.nonzero(segments)
     tokens_before = np.cumsum(segments != 0, axis=1)[row, column] - 1
-    length = -(-T // multiple) * multiple
+    padded = -(-room // multiple) * multiple
     source = row * T + column
-    target = packed_row[row] * length + start[row] + tokens_before
-    packed_segments = np.zeros((rows, length), np.int32)
-    packed_segments.reshape(-1)[target] = first_sequence[row] + segments[row, column]
+    target = places.row[row].astype(np.int64) * padded + places.start[row] + tokens_before
+    packed_segments = np.zeros((rows, padded), np.int32)
+    packed_segments.reshape(-1)[target] = places.before[row] + segments[row, column]
     ends = flops.lengths(segments)
     return Packing(
         (N, T),
-        (rows, length),
+        (rows, padded),
         source,
         target,
         packed_segments,
-        filled_rows,
+        places.rows,
         (ends, np.zeros_like(ends)),
     )
 
 
-def row_counts(sequences: int, multiple: int) -> list[int]:
-    """Returns the possible numbers of packed rows: at most MAX_ROW_COUNTS, evenly spaced multiples
-    of `multiple`.
-
-    The last number has room for `sequences` packed rows.
-    """
-    step = -(-sequences // (MAX_ROW_COUNTS * multiple)) * multiple
-    return list(range(step, sequences + step, step))
+def plan_rows(segments_NT: np.ndarray, bounds: RowBounds) -> tuple[Packing, RowShape]:
+    """Returns (the packing of the rows of a batch in the shape that fits them, that shape)."""
+    segments = np.asarray(segments_NT)
+    lengths = np.count_nonzero(segments, axis=1)
+    sequences = segments.max(axis=1, initial=0)
+    shape = choose_shape(
+        bounds,
+        Sizes(int(np.count_nonzero(lengths)), int(lengths.sum()), int(lengths.max(initial=1))),
+        lambda length: best_fit(lengths, sequences, length).rows,
+    )
+    packing = plan_packing(segments, bounds.program_rows(shape), shape.length)
+    return packing, shape

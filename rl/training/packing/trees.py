@@ -13,10 +13,11 @@ N rows of a batch, S sequences of a group, T tokens, R packed rows.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from policy.cache.step import UNKNOWN
 from policy.config import DecoderConfig
 from rl.training.batch import Batch
 from rl.training.packing.packing import Packing
+from rl.training.packing.row_shapes import RowBounds, RowShape, Sizes, choose_shape
 
 LEAST_SAVED = 0.05
 """Groups whose trees save a smaller share of their tokens are packed as sequences alone."""
@@ -35,7 +37,8 @@ LEAST_SAVED = 0.05
 class Sharing:
     """How the sequences of a stage share beginnings.
 
-    length_factor: tokens of a packed row over those of a row of the batch, at least 1. ahead:
+    length_factor: tokens of the largest tree over those of a row of the batch, at least 1. longest:
+    most tokens of a packed row, unless a tree has more; None: any number. ahead:
     shared nodes end this many tokens early, the depth of prediction modules, since module d also
     reads the token d places on. one_level: trees have no nodes between root and leaves, as
     recurrent layers need it. together: the sequences of a group stay in one packed row, in their
@@ -43,12 +46,13 @@ class Sharing:
     """
 
     length_factor: Fraction | int = 1
+    longest: int | None = None
     ahead: int = 0
     one_level: bool = False
     together: bool = False
 
     def packed_length(self, T: int) -> int:
-        """Returns the tokens of a packed row, for a batch in rows of T tokens."""
+        """Returns the tokens of the largest tree, for a batch in rows of T tokens."""
         return math.ceil(T * self.length_factor)
 
     def most_rows(self, N: int) -> int:
@@ -224,23 +228,22 @@ def _flat(same_STx: np.ndarray) -> np.ndarray:
 class _Rows:
     """Packed rows while trees are put in, and the arrays of a Packing.
 
-    length: tokens of a row, of which trees fill at most `limit`. arrays: of each packed token its
-    row, place and segment, and the fields of a Tree; of each token of a sequence `source`, `target`
-    and `writes`; of each node `start` and `end`.
+    length: tokens of a row. arrays: of each packed token its row, place and segment, and the fields
+    of a Tree; of each token of a sequence `source`, `target` and `writes`; of each node `start` and
+    `end`. used, nodes, sequences: how many of each row are taken, in tokens, nodes and sequences.
     """
 
     length: int
-    limit: int
     arrays: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    free: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     sequences: list[int] = field(default_factory=list)
 
     def add(self, group: GroupSequences, trees: Sequence[Node], r: int) -> None:
         """Places trees in packed row r."""
-        if r == len(self.free):
-            for each, first in ((self.free, self.limit), (self.nodes, 0), (self.sequences, 0)):
-                each.append(first)
+        if r == len(self.used):
+            for each in (self.used, self.nodes, self.sequences):
+                each.append(0)
         numbers = sorted(s for tree in trees for s in tree.sequences)
         number = {s: self.sequences[r] + i for i, s in enumerate(numbers, start=1)}
         self.sequences[r] += len(numbers)
@@ -251,8 +254,8 @@ class _Rows:
         self, group: GroupSequences, node: Node, r: int, before: int, number: dict[int, int]
     ) -> None:
         size = node.end - node.start
-        place = self.limit - self.free[r]
-        self.free[r] -= size
+        place = self.used[r]
+        self.used[r] += size
         self.nodes[r] += 1
         own = self.nodes[r]
         steps = np.arange(size)
@@ -302,47 +305,115 @@ def groups_of(batch: Batch) -> list[GroupSequences]:
     return [GroupSequences.of(batch, columns) for columns in rows.values()]
 
 
-def plan_trees(batch: Batch, counts: Sequence[int], sharing: Sharing, multiple: int = 1) -> Packing:
-    """Packs the sequences of a batch as trees, the largest first, each into the packed row with the
-    least room that is enough.
+class Piece(NamedTuple):
+    """Trees of a group that stay in one packed row, the tokens of all of them, and the tokens of
+    their shortest sequence."""
 
-    Where no row has room for a tree, the emptiest takes as many of its sequences as fit, with the
-    tokens that they share; if none fits, a new row does. The others wait as another tree. There are
-    at most `Sharing.most_rows` packed rows; plan_packing explains `counts` and `multiple`.
-    """
-    N, T = batch.segments.shape
-    limit = sharing.packed_length(T)
-    rows = _Rows(-(-limit // multiple) * multiple, limit)
-    waiting = []
+    group: GroupSequences
+    trees: list[Node]
+    size: int
+    shortest: int
+
+    @classmethod
+    def of(cls, group: GroupSequences, trees: list[Node]) -> Piece:
+        shortest = min(min(group.lengths(tree.sequences)) for tree in trees)
+        return cls(group, trees, sum(tree.size for tree in trees), shortest)
+
+
+class Assigned(NamedTuple):
+    """Trees, and the packed row that holds them."""
+
+    piece: Piece
+    row: int
+
+
+def pieces_of(batch: Batch, sharing: Sharing, limit: int) -> list[Piece]:
+    """Returns the trees of a batch, the largest first. None has more than `limit` tokens: a larger
+    tree is cut, and its parts repeat the tokens that they share."""
+    pieces = []
     for group in groups_of(batch):
         trees = group.trees(sharing)
-        waiting += [(group, trees)] if sharing.together else [(group, [tree]) for tree in trees]
-    waiting.sort(key=lambda each: -sum(tree.size for tree in each[1]))
-    while waiting:
-        group, trees = waiting.pop(0)
-        room = rows.free
-        size = sum(tree.size for tree in trees)
-        if enough := [(free, r) for r, free in enumerate(room) if free >= size]:
-            rows.add(group, trees, min(enough)[1])
-            continue
         if sharing.together:
-            assert size <= limit, "a row of the batch has room for its sequences"
-            rows.add(group, trees, len(room))
+            pieces.append(Piece.of(group, trees))
+            continue
+        for tree in trees:
+            rest = Piece.of(group, [tree])
+            while rest.size > limit:
+                fitting = _fitting(rest.trees[0], limit)
+                pieces.append(Piece.of(group, [rest.trees[0].restricted_to(fitting)]))
+                left = set(rest.trees[0].sequences) - fitting
+                rest = Piece.of(group, [rest.trees[0].restricted_to(left)])
+            pieces.append(rest)
+    return sorted(pieces, key=lambda piece: -piece.size)
+
+
+def place_trees(pieces: Sequence[Piece], sharing: Sharing, length: int) -> list[Assigned]:
+    """Places trees, the largest first, each into the packed row with the least room that is enough.
+
+    Where no row has room for a tree, the emptiest takes as many of its sequences as fit, with the
+    tokens that they share; if none fits, a new row does. The others wait as another tree.
+    """
+    waiting = deque(pieces)
+    room: list[int] = []
+    assigned = []
+
+    def put(piece: Piece, row: int) -> None:
+        if row == len(room):
+            room.append(length)
+        room[row] -= piece.size
+        assigned.append(Assigned(piece, row))
+
+    while waiting:
+        piece = waiting.popleft()
+        if enough := [(free, row) for row, free in enumerate(room) if free >= piece.size]:
+            put(piece, min(enough)[1])
             continue
         emptiest = max(range(len(room)), key=room.__getitem__, default=0)
-        if room and (fitting := _fitting(trees[0], room[emptiest])):
-            rows.add(group, [trees[0].restricted_to(fitting)], emptiest)
-        else:
-            fitting = _fitting(trees[0], limit)
-            rows.add(group, [trees[0].restricted_to(fitting)], len(room))
-        if rest := set(trees[0].sequences) - fitting:
-            tree = trees[0].restricted_to(rest)
-            place = next(
-                (i for i, each in enumerate(waiting) if sum(t.size for t in each[1]) < tree.size),
-                len(waiting),
-            )
-            waiting.insert(place, (group, [tree]))
-    return _packing(rows, (N, T), counts)
+        fitting: set[int] = set()
+        if room and not sharing.together and room[emptiest] >= piece.shortest:
+            fitting = _fitting(piece.trees[0], room[emptiest])
+        if not fitting:
+            assert piece.size <= length, "a packed row has room for a tree"
+            put(piece, len(room))
+            continue
+        tree = piece.trees[0]
+        put(Piece.of(piece.group, [tree.restricted_to(fitting)]), emptiest)
+        rest = Piece.of(piece.group, [tree.restricted_to(set(tree.sequences) - fitting)])
+        smaller = (i for i, each in enumerate(waiting) if each.size < rest.size)
+        waiting.insert(next(smaller, len(waiting)), rest)
+    return assigned
+
+
+def plan_trees(
+    batch: Batch, rows: int, sharing: Sharing, length: int | None = None, multiple: int = 1
+) -> Packing:
+    """Packs the sequences of a batch as trees into `rows` packed rows, of which the last may stay
+    empty.
+
+    length: tokens of a packed row that trees fill, by default `Sharing.packed_length`. Packed rows
+    end in padding up to a multiple of `multiple` tokens.
+    """
+    length = length or sharing.packed_length(batch.segments.shape[1])
+    assigned = place_trees(pieces_of(batch, sharing, length), sharing, length)
+    return _packing(batch, assigned, (rows, -(-length // multiple) * multiple))
+
+
+def plan_tree_rows(
+    batch: Batch, bounds: RowBounds, sharing: Sharing
+) -> tuple[Packing, RowShape] | None:
+    """Returns (the packing of the trees of a batch in the shape that fits them, that shape); None
+    if no tree has a shared token."""
+    pieces = pieces_of(batch, sharing, bounds.limit)
+    tokens = sum(piece.size for piece in pieces)
+    if tokens >= batch.filled_tokens:
+        return None
+    shape = choose_shape(
+        bounds,
+        Sizes(len(pieces), tokens, pieces[0].size),
+        lambda length: 1 + max(each.row for each in place_trees(pieces, sharing, length)),
+    )
+    assigned = place_trees(pieces, sharing, shape.length)
+    return _packing(batch, assigned, (bounds.program_rows(shape), shape.length)), shape
 
 
 def _fitting(tree: Node, room: int) -> set[int]:
@@ -365,11 +436,14 @@ def _nodes(tree: Node) -> Iterator[Node]:
         yield from _nodes(child)
 
 
-def _packing(rows: _Rows, unpacked_shape: tuple[int, int], counts: Sequence[int]) -> Packing:
-    """Returns the Packing of trees in rows."""
+def _packing(batch: Batch, assigned: Sequence[Assigned], shape: tuple[int, int]) -> Packing:
+    """Returns the Packing of assigned trees in packed rows of `shape`."""
+    rows = _Rows(shape[1])
+    for piece, row in assigned:
+        rows.add(piece.group, piece.trees, row)
+    filled = len(rows.used)
+    assert filled <= shape[0], "the packed rows have room for every batch"
     arrays = rows.joined() if rows.arrays else {}
-    filled = len(rows.free)
-    shape = next(count for count in counts if count >= filled), rows.length
     nothing = np.zeros(0, np.int64)
     at = arrays.get("row", nothing) * rows.length + arrays.get("place", nothing)
 
@@ -380,7 +454,7 @@ def _packing(rows: _Rows, unpacked_shape: tuple[int, int], counts: Sequence[int]
 
     tree = Tree(**{name: in_rows(name, fill) for name, fill in Tree.FILLS.items()})
     return Packing(
-        unpacked_shape,
+        batch.segments.shape,
         shape,
         arrays.get("source", nothing),
         arrays.get("target", nothing),
