@@ -283,3 +283,8 @@ class RunConfig(Strict):
         """Names of the stages: the algorithm, and a number from the second use on (grpo,
         grpo-2)."""
         return numbered([stage.algorithm.name for stage in self.stages])
+
+    def rewards_of(self, stage: StageOptions) -> RewardSettings | None:
+        """Returns how completions of a stage are scored: by its own rewards, or those of the
+        run."""
+        return stage.rewards or self.rewards

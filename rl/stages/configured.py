@@ -107,7 +107,7 @@ class ConfiguredStage:
         rewarded = self.trains_on_rollouts or (
             self.config.evaluation is not None and self.trains_policy
         )
-        return (self.options.rewards or self.config.rewards) if rewarded else None
+        return self.config.rewards_of(self.options) if rewarded else None
 
     @property
     def teacher(self) -> Any:

@@ -89,7 +89,7 @@ def _rewards(source: str, directory: str) -> tuple[Callable[[str], RunnerOptions
     settings = dict(
         zip(
             config.stage_names,
-            (stage.rewards or config.rewards for stage in config.stages),
+            map(config.rewards_of, config.stages),
             strict=True,
         )
     )

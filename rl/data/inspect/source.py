@@ -93,9 +93,7 @@ def _inspection(config: RunConfig, names: Collection[str], rewards: bool) -> Ins
                 malformed.append(Fault(_first_of(str(error).splitlines()), check=14, stage=name))
     results = malformed + check_stages(stages, random_weights(config)) + length_faults(config)
     for stage in stages:
-        if (
-            settings := config.stages[int(stage.path.split(".")[1])].rewards or config.rewards
-        ) is None:
+        if (settings := config.rewards_of(config.stages[stage.index])) is None:
             continue
         refused = _column_faults(stage, settings)
         results += refused
@@ -161,7 +159,7 @@ def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, 
     stops = tuple(sorted({*stops, *options.sampling.stop_token_ids}))
     return StageRows(
         name=config.stage_names[index],
-        path=f"stages.{index}",
+        index=index,
         kind=algorithm.stage,
         tokenizer=tokenizer,
         built_in=tokenizer.chat_template == CHAT_TEMPLATE,

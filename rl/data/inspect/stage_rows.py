@@ -74,7 +74,7 @@ class Encoded:
 class StageRows:
     """The rows of one stage.
 
-    path: its dotted key, such as stages.0. kind: kind of the stage (supervised, online, preference,
+    index: its number in `stages`. kind: kind of the stage (supervised, online, preference,
     ...). built_in: whether the chat template is the one of Duet's own tokenizers. stops: tokens
     that end a completion. rows: encoded sequences. limit: how long a row may be. problems:
     (example, text) of rows that cannot be encoded. total: rows of the data, of which `rows` may be
@@ -85,7 +85,7 @@ class StageRows:
     """
 
     name: str
-    path: str
+    index: int
     kind: str
     tokenizer: Any
     built_in: bool
@@ -102,6 +102,11 @@ class StageRows:
     task: bool = False
     prompts_per_step: int = 1
     effect: str | None = None
+
+    @property
+    def path(self) -> str:
+        """The dotted key of the stage in a configuration, such as stages.0."""
+        return f"stages.{self.index}"
 
     @property
     def samples(self) -> bool:

@@ -60,7 +60,7 @@ def _others(config: RunConfig) -> Iterator[DirectoryCheck]:
         teacher = (stage.teacher or config.teacher) if "teacher" in algorithm.inputs else None
         if teacher is not None and teacher.source is not None and Path(teacher.source).is_dir():
             yield DirectoryCheck(f"teacher {teacher.source}", str(teachers.directory_of(teacher)))
-        rewards = stage.rewards or config.rewards
+        rewards = config.rewards_of(stage)
         for reward in rewards.functions if rewards else ():
             source = str(reward.options.get("source"))
             is_model = reward.name == REWARD_MODEL and source not in config.stage_names

@@ -77,7 +77,7 @@ def _stage(config: RunConfig, index: int) -> Iterator[str]:
     )
     until = f", or until {stage.until.metric} reaches its bound" if stage.until else ""
     yield f"  in all   {_in_all(stage, sequences, unit, samples)}{until}"
-    if settings := (stage.rewards or config.rewards) if samples else None:
+    if settings := config.rewards_of(stage) if samples else None:
         yield (
             "  reward   r = "
             f"{' + '.join(f'{each.weight:g} {each.name}' for each in settings.functions)}"
