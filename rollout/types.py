@@ -649,7 +649,7 @@ class ExampleLike(Protocol):
 
     @property
     def columns(self) -> Mapping[str, Any]:
-        """The other columns by name."""
+        """The values of all columns but the prompt, by the name of the column."""
         ...
 
     @property
@@ -664,12 +664,12 @@ class ProblemLike(Protocol):
 
     @property
     def example(self) -> ExampleLike:
-        """The row of data."""
+        """The row of data that the problem was made from."""
         ...
 
     @property
     def ids(self) -> list[int]:
-        """The prompt as token ids."""
+        """The token ids of the prompt, as its template writes it."""
         ...
 
     @property

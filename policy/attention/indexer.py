@@ -7,7 +7,8 @@ latent, k selected keys.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -73,9 +74,15 @@ class KeyIndexer(nnx.Module):
         return (jnp.swapaxes(q, 1, 2), w * spec.heads**-0.5), k
 
 
+SelectedT = TypeVar("SelectedT")
+
+
 def by_rows(
-    select, layout: Layout | None, *arrays_BTC: jax.Array, shared: tuple[jax.Array, ...] = ()
-):
+    select: Callable[..., SelectedT],
+    layout: Layout | None,
+    *arrays_BTC: jax.Array,
+    shared: tuple[jax.Array, ...] = (),
+) -> SelectedT:
     """Runs `select` on each device's own queries: the partitioner would gather all rows on every
     device for top_k. `shared`: further arguments [B, ...], which all queries of a row read."""
     if layout is None or layout.mesh.size == 1:

@@ -85,12 +85,12 @@ class Step:
 
     @property
     def turns(self) -> jax.Array | None:
-        """Returns `media.turns`, or None."""
+        """Returns the rotary positions of pictures and sounds, `media.turns`; None for text."""
         return None if self.media is None else self.media.turns
 
     @property
     def until(self) -> jax.Array | None:
-        """Returns `media.until`, or None."""
+        """Returns how far queries look ahead, `media.until`; None where none does."""
         return None if self.media is None else self.media.until
 
     def for_layer(self, layer: jax.Array | int) -> Step:

@@ -157,7 +157,7 @@ def _with_data(form: tuple[int, ...] | None, body: memoryview, length: int) -> _
 
 
 def _samples(wav: _Wav) -> np.ndarray:
-    """Returns float[samples, channels] in -1..1."""
+    """Returns the decoded samples, float[samples, channels], in -1..1."""
     data = wav.data[: len(wav.data) // wav.frame * wav.frame]
     if wav.tag == _FLOAT:
         wave = np.frombuffer(data, f"<f{wav.bits // 8}")

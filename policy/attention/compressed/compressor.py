@@ -26,7 +26,7 @@ from policy.cache.pages import Pool
 from policy.cache.paths import Tree
 from policy.cache.step import Step
 from policy.config import Compression, DecoderConfig, Norm, Rope
-from policy.mesh.sharding import to_cache
+from policy.mesh.sharding import Layout, to_cache
 from policy.ops.linear import einsum
 from policy.ops.norms import RMSNorm
 from policy.ops.parameter import normal, weight, zeros
@@ -201,7 +201,7 @@ def compress(
     step: Step,
     cache: LayerCache | None,
     rope: Rope,
-    layout,
+    layout: Layout | None,
 ) -> tuple[Visible, LayerCache | None]:
     """Returns (the entries that queries may see, by prefix of their names: [B, 1, C, D], with the
     positions of the last tokens of their blocks; the cache).
