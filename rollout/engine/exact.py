@@ -241,7 +241,9 @@ class Verifier:
         Log-probabilities before filters are left out: `Scorer.score` gives them."""
         sizes = Sizes.of(requests)
         inputs = self._draw_inputs(requests, L)
-        if sizes is not None:
+        if sizes is None:
+            drawn = self._draw(params, hidden_RTE, *inputs)
+        else:
             processors = LogitsProcessors.of(requests, len(requests), L, sizes)
             drawn = self._draw(params, hidden_RTE, *inputs, processors)
         return jax.tree.map(np.asarray, block_on_cpu_mesh(drawn, self.scorer.graph.layout))
