@@ -74,15 +74,19 @@ class Watch:
         host: machine of process 0.
         local: whether process 0 accepts connections from its own machine only.
         """
-        self.index, self.count = processes.index(), processes.count()
+        self.index = processes.index()
+        self.count = processes.count()
         self.name = (
             f"process {self.index} of {self.count} ({socket.gethostname()}, pid {os.getpid()})"
         )
-        self._exiting, self._sending, self._silent = threading.Lock(), threading.Lock(), False
+        self._exiting = threading.Lock()
+        self._sending = threading.Lock()
+        self._silent = False
         self._end: tuple[float, str] | None = (
             None  # time at which this process ends, and the reason
         )
-        self._end_set, self._all_done = threading.Event(), threading.Event()
+        self._end_set = threading.Event()
+        self._all_done = threading.Event()
         if self.index == 0:
             with socket.create_server((host if local else "", 0), backlog=self.count) as server:
                 server.settimeout(START)

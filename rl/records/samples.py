@@ -76,7 +76,8 @@ class SampleLog:
         cut_off = newest is not None and not newest.with_suffix(".jsonl").exists()
         if newest is not None and cut_off and not (directory / TOKENS).exists():
             os.replace(directory / SAMPLES, newest.with_suffix(".jsonl"))
-        self._lines, self._tokens = AppendFile(directory / SAMPLES), AppendFile(directory / TOKENS)
+        self._lines = AppendFile(directory / SAMPLES)
+        self._tokens = AppendFile(directory / TOKENS)
 
     @property
     def waiting(self) -> int:

@@ -122,7 +122,8 @@ def _prepared(config: RunConfig) -> Prepared:
         weights.check(config, data.has_media, policy=not _has_checkpoints(config))
         counted, notes = _with_steps(config, stages)
         for stage in stages:
-            stage.config, stage.options = counted, counted.stages[stage.index]
+            stage.config = counted
+            stage.options = counted.stages[stage.index]
         notes += [*_effects(stages), *_curricula(stages)]
         return Prepared(counted, data, stages, notes, faults)
     except (DataError, ModelError):

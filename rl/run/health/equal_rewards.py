@@ -37,10 +37,8 @@ class EqualRewards:
         fresh: whether the stage begins with the next step, so that all its rewards are seen.
         """
         self._one_reward = fresh  # so far
-        self._stage, self._watches = (
-            stage,
-            stage.trains_on_rollouts and _learns_from_differences(stage),
-        )
+        self._stage = stage
+        self._watches = stage.trains_on_rollouts and _learns_from_differences(stage)
         self._correct_at = stage.config.evaluation.correct_at if stage.config.evaluation else 1.0
         self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT)
 

@@ -49,7 +49,9 @@ class CheckpointWeights:
     """
 
     def __init__(self, directory: Path, step: str | None = None):
-        self.directory, self.config, self._step = directory, load.saved(directory), step
+        self.directory = directory
+        self.config = load.saved(directory)
+        self._step = step
         self._warned: set[Path] = set()
         chosen(directory, self.config, step)  # refuses a step before prompts are read
 

@@ -57,8 +57,11 @@ class Viewer:
     """The samples of a run, indexed by a thread of its own while requests are answered."""
 
     def __init__(self, directory: Path):
-        self.directory, self.index, self.texts = directory, Index(directory), TokenTexts(directory)
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self.directory = directory
+        self.index = Index(directory)
+        self.texts = TokenTexts(directory)
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._result: tuple[tuple[str, str | None, int], np.ndarray] | None = None
 
@@ -298,7 +301,9 @@ class _Guard:
     """Refuses requests of others, and adds the headers of every answer."""
 
     def __init__(self, inner: ASGIApp, token: str, host: str):
-        self._inner, self._token, self._host = inner, token.encode(), host
+        self._inner = inner
+        self._token = token.encode()
+        self._host = host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
