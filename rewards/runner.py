@@ -35,7 +35,7 @@ import numpy as np
 from rewards import registry
 from rewards.registry import RewardError, RewardFailed
 from rewards.workers.columns import plain, split_groups
-from rewards.workers.scores import RewardFault, Scores, statistics, weighted_sums
+from rewards.workers.scores import RewardFault, Scores, call_times, statistics, weighted_sums
 from rewards.workers.threads import Call, Failure, Function, Result, ScoringBatch, WorkerThread
 
 _LOG = logging.getLogger("duet.rewards")
@@ -383,6 +383,7 @@ class Runner:
             self._metrics(batch, rewards, faults),
             dict(logs),
             causes,
+            seconds=[call.seconds for call in batch.calls],
         )
 
     def _refuse_overflow(self, row: list[Result]) -> None:
@@ -439,11 +440,7 @@ class Runner:
             sum(each is None for row in batch.results for each in row)
         )
         metrics["reward/retried"] = float(batch.retried)
-        if seconds := [call.seconds for call in batch.calls]:
-            metrics["time/reward_calls"] = float(sum(seconds))
-            for percent in (50, 99):
-                metrics[f"time/reward_p{percent}_s"] = float(np.percentile(seconds, percent))
-        return metrics
+        return metrics | call_times([call.seconds for call in batch.calls])
 
 
 def _resolve(functions: tuple[tuple[str, float, dict], ...]) -> tuple[Function, ...]:

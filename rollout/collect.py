@@ -2,9 +2,9 @@
 it returns.
 
 Every new trajectory comes from `collect`; those of earlier runs and of checkpoints are read
-(rl/stages/sampling). Stages also set the generator's value head and read the
-size of its weights. Scores are numbers for completions, from reward functions and reward models. P
-prompts, G completions of each.
+(rl/stages/producers). Stages also set the generator's value head and read the size of its weights.
+Scores are numbers for completions, from reward functions and reward models. P prompts, G completions
+of each.
 """
 
 from __future__ import annotations
@@ -63,12 +63,16 @@ class BatchRow:
 class Rollouts:
     """The groups of one step, with their pending scores.
 
-    groups: equally many trajectories of each prompt. scores: one for each trajectory, group by
-    group. counts: what the generator counted (Generator.counts) in the calls that sampled the
-    groups, and the `tokens` that the policy wrote; the greedy completions of `greedy_reward` are
-    not counted. With dynamic sampling (rl/stages/producers/dynamic.py) they include the groups that
-    it left out. None: no generator was called. seconds: time of sampling. scoring: time of the reward
-    models after it. metrics: of how the groups were chosen, by the names of docs/metrics.md.
+    groups: equally many trajectories of each prompt
+    scores: one for each trajectory, group by group
+    counts: what the generator counted (Generator.counts) in the calls that sampled the groups, and
+        the `tokens` that the policy wrote; the greedy completions of `greedy_reward` are not
+        counted. With dynamic sampling (rl/stages/producers/dynamic.py) they include the groups that
+        it left out. None: no generator was called.
+    seconds: time of sampling
+    scoring: time of the reward models after it
+    waiting: time for which the choice of the groups waited for scores
+    metrics: of how the groups were chosen, by the names of docs/metrics.md
     """
 
     groups: Sequence[Group]
@@ -76,6 +80,7 @@ class Rollouts:
     counts: Mapping[str, int] | None
     seconds: float
     scoring: float = 0.0
+    waiting: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property

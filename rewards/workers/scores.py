@@ -15,6 +15,9 @@ from rewards.workers.rounding import all_equal, without_rounding
 
 _SHOWN_CHARACTERS = 500
 
+COUNTS = ("reward/faults", "reward/timeouts", "reward/not_applicable", "reward/retried")
+"""Metrics of a call that are counts: those of several calls add up."""
+
 
 @dataclass(frozen=True)
 class RewardFault:
@@ -49,6 +52,7 @@ class Scores:
     logs: sample -> function -> what the function printed, or returned with the score.
     causes: function -> why its first failed call with several completions failed; each was then
     scored alone.
+    seconds: duration of each call of a function, on all processes.
     """
 
     rewards: np.ndarray
@@ -58,6 +62,7 @@ class Scores:
     metrics: dict[str, float]
     logs: dict[int, dict[str, str]] = field(default_factory=dict)
     causes: dict[str, str] = field(default_factory=dict)
+    seconds: Sequence[float] = ()
 
 
 def weighted_sums(
@@ -92,6 +97,19 @@ def statistics(rewards: np.ndarray, names: Sequence[str]) -> dict[str, float]:
             metrics[f"rewards/{name}/mean"] = float(scores.mean())
             metrics[f"rewards/{name}/std"] = 0.0 if all_equal(scores) else float(scores.std())
     return metrics
+
+
+def call_times(seconds: Sequence[float]) -> dict[str, float]:
+    """Returns the total duration of calls, its median and its 99th percentile, as metrics; nothing
+    without a call."""
+    if not seconds:
+        return {}
+    p50, p99 = np.percentile(seconds, (50, 99))
+    return {
+        "time/reward_calls": float(sum(seconds)),
+        "time/reward_p50_s": float(p50),
+        "time/reward_p99_s": float(p99),
+    }
 
 
 def _shortened(value: object) -> str:

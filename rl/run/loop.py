@@ -1,8 +1,10 @@
-"""The run: its stages one after the other. The second line of the diagram is a step of a stage that
-samples.
+"""The run: its stages, one after the other.
 
-    run -> _run_stages -> _run_stage -> stage.step (rl/stages/):
-        prompts -> generator -> rewards -> advantages -> updates, in place -> events
+    run -> _run_stages -> _run_stage -> stage.step (rl/stages/)
+
+A step of a stage that samples:
+
+    prompts -> generator -> rewards -> advantages -> updates, in place -> events
 
 The configuration determines every number but the timings, unless a reward is random or exceeds its
 deadline, or a stage ends by `until` on a metric of time. A row of data follows from (seed, stage,
@@ -100,8 +102,8 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
             state, metrics = stage.step(state, step)
         metrics |= step_metrics(metrics, span.seconds, run.model.graph.layout)
         until_reached = is_reached(stage.options.until, metrics)
-        notes.after_step(metrics, left=0 if until_reached else steps - step)
         until_reached = held_out.after_step(state, step, metrics, until_reached)
+        notes.after_step(metrics, left=0 if until_reached else steps - step)
         ended = until_reached or step == steps
         run.events.step(stage.name, step, metrics)  # a line of events.jsonl
         run.note_programs(stage)

@@ -78,10 +78,12 @@ class LastStep:
 
     @classmethod
     def read(cls, folder: Path) -> LastStep | None:
-        """Returns that of a folder; None if it has no rollouts. Raises ResourceError."""
+        """Returns that of a folder; None if it has no rollouts. Raises ResourceError for a file
+        that cannot be read, ModelError for one that another version of Duet wrote."""
         try:
             values = json.loads((folder / ROLLOUTS).read_text(encoding="utf-8"))
-            return cls(values["stage"], values["step"], Progress.from_json(values["progress"]))
+            progress = Progress.from_json(values["progress"], place=str(folder / ROLLOUTS))
+            return cls(values["stage"], values["step"], progress)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -286,8 +288,6 @@ def _start_stage(run: Run, stage: Stage, new: bool) -> None:
 
 def _sample(run: Run, stage: Stage, step: int) -> dict[str, float]:
     """Takes the groups of a step and writes them. Returns their metrics."""
-    # The weights stay, and the cache would make the bits of a step depend on the steps before.
-    run.generator.reset_prefix_cache()
     with run.resharded() as metrics, run.timeline.span("sampling"):
         rollouts = stage.take_groups()
     with run.timeline.span("waiting for rewards") as span:
@@ -304,13 +304,13 @@ def _sample(run: Run, stage: Stage, step: int) -> dict[str, float]:
         metrics
         | group_metrics(rollouts, scores, drafted=drafted)
         | dict(rollouts.metrics)
+        | stage.data_metrics()
         | generator_rates(rollouts, operations, run.generator, run.model.graph.layout)
         | ({} if run.tables is None else run.tables.metrics())
         | {
             "perf/step_tflop": generator_flops(rollouts, operations) / 1e12,
             "perf/step_tokens": float(rollouts.counts["tokens"]),
-            "data/epoch": run.progress.examples_drawn / stage.examples_of_pass,
-            "time/reward": span.seconds,
+            "time/reward": rollouts.waiting + span.seconds,
         }
     )
 

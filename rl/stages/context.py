@@ -72,9 +72,10 @@ class Progress:
         return {_JSON_KEYS.get(name, name): value for name, value in values.items()}
 
     @classmethod
-    def from_json(cls, values: dict | None) -> Progress:
+    def from_json(cls, values: dict | None, place: str = "the newest checkpoint") -> Progress:
         """Reads the output of `to_json`, also that of a version whose only state of a producer was
-        `carried`. Raises ModelError for values that another version of Duet wrote."""
+        `carried`. Raises ModelError, which names the place, for values that another version of Duet
+        wrote."""
         names = cls().to_json().keys()
         values = None if values is None else _ADDED | values
         if values is not None and "carried" in values and "producer" not in values:
@@ -82,8 +83,8 @@ class Progress:
         if values is None or values.keys() != names:
             stored = "nothing" if values is None else ", ".join(values)
             raise ModelError(
-                "the newest checkpoint was written by another version of Duet: of the run's "
-                f"progress it holds {stored}, where this version reads "
+                f"{place} was written by another version of Duet: of the run's progress it holds "
+                f"{stored}, where this version reads "
                 f"{', '.join(sorted(names))}. Continue the run with that version, or start a new "
                 "one in another run.dir"
             )

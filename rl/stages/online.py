@@ -52,8 +52,8 @@ run says so."""
 
 
 class Stage(StageKind):
-    """Updates the policy, and a critic if the algorithm has one, on completions that the policy
-    samples."""
+    """Updates the policy, and a critic if the algorithm has one, on the groups of a producer: new
+    completions of the policy, or recorded ones of an earlier run."""
 
     trains_on_rollouts = True
     _overflow_noted = False
@@ -177,8 +177,8 @@ class Stage(StageKind):
         return self._train(data, n)
 
     def _sample(self, data: StepData) -> None:
-        """Takes the groups of the step, and samples what inputs of the algorithm need besides.
-        Rewards may still be computed afterwards."""
+        """Takes the groups of the step, and samples what inputs of the algorithm need besides. The
+        rewards may be pending afterwards."""
         context = self.context
         if self.sampled_values and context.generator.options.record_values:
             from policy.modes import VALUE_HEAD
@@ -212,8 +212,8 @@ class Stage(StageKind):
         self._add_inputs(data)
         self._add_advantages(data)
         state, updated = self._update(data, n)
-        # With stale tokens the mean includes changes of the policy; `log_probabilities` has then
-        # checked the others.
+        # Stale tokens would add the drift of the policy to this mean. Where there are any,
+        # `log_probabilities` has checked the fresh tokens.
         if not data.stale:
             check_logp_diff(self.options.max_logp_diff, updated.get("sampler/logp_diff_mean"))
         state = self._renew_reference(state, n)
@@ -278,7 +278,7 @@ class Stage(StageKind):
         self.log_probabilities(data)
         with context.timeline.span("waiting for rewards") as span:
             data.scores = scores = data.rollouts.scores.result()
-        data.metrics["time/reward"] = span.seconds
+        data.metrics["time/reward"] = data.rollouts.waiting + span.seconds
         check_scored(self, scores)
         unscored_N = batches.by_row(data.rollouts, ~np.isfinite(scores.total))
         data.batch = data.batch.without_rows(unscored_N)
@@ -304,8 +304,9 @@ class Stage(StageKind):
     def _with_old_logp(self, batch: Batch, current: Batch | None = None) -> Batch:
         """Returns the batch with the old log-probabilities of the ratio.
 
-        Under `exact` they are the generator's log-probabilities; stale tokens take the ones of the
-        current policy instead. current: `StepData.current_policy_batch`.
+        The algorithm selects them. Under `exact` they are the generator's, but for stale tokens:
+        there an algorithm that takes the trainer's (`old_logp`) gets the ones of the current policy.
+        current: `StepData.current_policy_batch`.
         """
         if not self.config.generator.exact:
             return batch.replace(old_logp=self.algorithm.select_old_logp(batch))

@@ -1,12 +1,14 @@
 """The interface of a stage for the loop, the planner, checkpoints and the configuration.
 
-A stage goes through five phases, and each method belongs to one:
+A stage goes through five phases. Their main methods:
 
-    check                      configuration: what is wrong with it; without jax
-    prepare                    data: reads rows, checks rewards
-    bind, abstract, programs   model: defines the functions to compile; lists them as programs of a
-    plan
-    start, step, evaluation    run: a state, and one step after the other
+    check, remarks             configuration: what is wrong with it, and settings without an effect;
+                               reads no data, does not import jax
+    prepare                    data: reads rows, makes the runner of rewards
+    bind, abstract, programs   model: defines the functions to compile; lists them for a plan
+    load_scorers, start, use, step, evaluation, producer_state
+                               run: a state, one step after the other, and the part of a checkpoint
+                               that holds no arrays
     finish, export             files
 
 A step takes `prompts_per_step` rows of data: prompts, demonstrations or pairs. It makes
@@ -64,16 +66,23 @@ if TYPE_CHECKING:
 class Program:
     """A compiled function of a step, described for a plan.
 
-    kind: its name in `executables`. shape: (rows, tokens of a row) of its token arrays. lower:
-    traces and lowers it. graph: the model that it runs. resident: its arguments, as shapes, that
-    are on the devices during all of the run, such as weights and moments; the plan counts them once
-    for all programs. times: calls per step. trip_count: iterations of its loop over micro-batches,
-    of `micro_rows` rows (None: one iteration of all rows). The program computes this number, so the
-    compiler does not know it. rollout_memory: whether the generator's resharded weights
-    (`Context.resharded`) are on the devices while it runs. teacher: the model whose forward pass it
-    contains. gradient: bytes per device of the float32 gradient of an update. stepped: bytes per
-    device of the weights and moments that the optimizers of an update change. optimizer_operations: of
-    the products of these optimizers, on all devices. notes: what a plan says of it, in lines.
+    kind: name in `executables`
+    shape: (rows, tokens per row) of its token arrays
+    lower: traces and lowers it
+    graph: the model that it runs
+    resident: shapes of the arguments that stay on the devices during the run, such as weights and
+        moments; the plan counts them once for all programs
+    times: calls per step
+    trip_count: iterations of its loop over micro-batches; computed at run time, so the compiler does
+        not know it
+    micro_rows: rows per iteration; None: all rows in one iteration
+    rollout_memory: whether the generator's resharded weights (`Context.resharded`) are on the devices
+        while it runs
+    teacher: the model whose forward pass it contains
+    gradient: bytes per device of an update's float32 gradient
+    stepped: bytes per device of the weights and moments that the optimizers of an update change
+    optimizer_operations: operations of these optimizers' matrix products, on all devices
+    notes: lines that a plan shows about it
     """
 
     kind: str
@@ -392,7 +401,8 @@ class StageKind(ConfiguredStage, ABC):
             drawn = named.chosen(self.curriculum, name, count, self.examples)
         self.example_numbers = drawn[:count]
         if self.context.tables is not None:
-            # The pictures of the next step are read while this one is computed.
+            # Without a curriculum `drawn` has the examples of the next step too: their pictures are
+            # read while this step is computed.
             self.context.tables.prefetch(self.rows.held(self.example_order.rows_of(drawn)))
         return self.example_numbers
 
@@ -453,16 +463,17 @@ class StageKind(ConfiguredStage, ABC):
                 "batch/trained_share": float(np.count_nonzero(batch.mask))
                 / max(1, batch.filled_tokens),
             }
-            | self._data_metrics()
+            | self.data_metrics()
             | ({} if context.tables is None else context.tables.metrics())
             | rates("train", flops, batch.filled_tokens, span.seconds, layout)
         )
 
-    def _data_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the rows that a step took; {} where it drew none."""
-        if not self.example_numbers:
-            return {}
+    def data_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the rows that a step took, and of the passes over the data; {} where
+        the stage has drawn none."""
         drawn = self.context.progress.examples_drawn
+        if not drawn:
+            return {}
         metrics = {"data/epoch": drawn / self.examples_of_pass} | self.example_order.epochs(drawn)
         if self.has_sources and not self.trains_on_rollouts:
             metrics |= by_source.of_rows(self.example_order.sources_of(self.example_numbers))

@@ -145,6 +145,11 @@ def test_refusals(tmp_path, capsys, monkeypatch):
     for check in ((), ("--check",)):
         assert cli.train_main([*launch.arguments(folder, *given(one())), *check]) == 2
         assert "holds samples of `rl rollout`" in capsys.readouterr().err
+    last = {"stage": 0, "step": 1, "progress": {"seen": 3}}
+    (folder / run_files.ROLLOUTS).write_text(json.dumps(last))
+    assert sampled(folder, *given(one()), "--check") == 4
+    written = f"{folder / run_files.ROLLOUTS} was written by another version of Duet: of the run's"
+    assert written in capsys.readouterr().err
     assert sampled(tmp_path / "good", *given(one()), "--check") == 0
     assert "the configuration is good" in capsys.readouterr().out
     monkeypatch.setattr("rl.cluster.launch.launch", lambda *given: object())

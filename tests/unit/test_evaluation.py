@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from rl.config.data import EvaluationOptions
 from rl.data.datasets import Example
 from rl.data.encoded import Problem
 from rl.errors import DataError
-from rl.run.steps.held_out import is_due
+from rl.run.steps.held_out import HeldOutMetrics, is_due
 from rl.stages.sampling import evaluation
 from rl.stages.sampling.evaluation import Evaluation, pass_at_k
 from rollout import Completion, SamplingParams
@@ -160,3 +161,23 @@ def test_a_metric_of_ones_own_sees_greedy_completions_with_their_columns(tmp_pat
     assert (result["eval/seen/first"], result["eval/seen/count"]) == (0.25, 2.0)
     with pytest.raises(DataError, match="wrong: gave 'much'"):
         evaluate([0.0], metrics=[f"{file}:wrong"])
+
+
+def test_resharding_for_an_evaluation_is_no_part_of_the_step():
+    """`time/step` and `time/idle` are known before it."""
+    kind = SimpleNamespace(every=1, run=lambda step: {"eval/problems": 3.0, "time/eval": 2.0})
+    options = SimpleNamespace(steps=9, held_out=None, until=None)
+    stage = SimpleNamespace(name="grpo", options=options, evaluation=lambda problems: kind)
+    run = SimpleNamespace(
+        held_out=[],
+        resharded=lambda: nullcontext({"time/sync": 0.5}),
+        timeline=SimpleNamespace(span=lambda *place, **details: nullcontext()),
+    )
+    metrics = {"time/step": 4.0, "time/sync": 0.25}
+    assert not HeldOutMetrics(run, stage).after_step(None, 1, metrics, until_reached=False)
+    assert metrics == {
+        "time/step": 4.0,
+        "time/sync": 0.25,
+        "eval/problems": 3.0,
+        "time/eval": 2.5,
+    }

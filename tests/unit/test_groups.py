@@ -2,6 +2,7 @@
 checkpoint makes of them."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -53,7 +54,8 @@ def source(batches, problems=100):
             right.reshape(-1),
             Runner.names,
             [],
-            {"rewards/right/mean": float(right.mean())},
+            {"rewards/right/mean": float(right.mean()), "reward/timeouts": 1.0},
+            seconds=[0.5, 1.5],
         )
         sampled = trajectories.rollouts(
             problems_of(taken),
@@ -87,7 +89,11 @@ def dynamic(producer, most=10, reward=None, carried=(), router_replay=False, row
     notes = []
     stage = SimpleNamespace(
         name="dapo",
-        context=SimpleNamespace(events=SimpleNamespace(note=notes.append), notes=notes),
+        context=SimpleNamespace(
+            events=SimpleNamespace(note=notes.append),
+            timeline=SimpleNamespace(span=lambda name: nullcontext(SimpleNamespace(seconds=0.25))),
+            notes=notes,
+        ),
         algorithm=SimpleNamespace(dynamic_batches=most, dynamic_reward=reward),
         options=SimpleNamespace(router_replay=router_replay),
         runner=Runner,
@@ -145,6 +151,24 @@ def test_groups_with_zero_std_make_room_for_others():
     result = sampling.take(1)
     assert (prompt_ids(result), sampling.carried, result.counts["rows"]) == ([15], [], 0)
     assert result.metrics["dynamic/carried"] == 1 and result.metrics["dynamic/batches"] == 0
+
+
+def test_metrics_of_rewards_are_of_the_kept_groups_and_counts_of_all():
+    sampling = dynamic(source([[[1, 1], [0, 1], [0, 0]], [[1, 0], [1, 1], [1, 1]]]))
+    result = sampling.take(2)
+    assert prompt_ids(result) == [11, 13] and result.waiting == 2 * 0.25
+    assert result.scores.result().metrics == pytest.approx(
+        {
+            "rewards/right/mean": 0.5,
+            "rewards/right/std": 0.5,
+            "rewards/style/mean": 0.5,
+            "rewards/style/std": 0.5,
+            "reward/timeouts": 2,
+            "time/reward_calls": 4,
+            "time/reward_p50_s": 1,
+            "time/reward_p99_s": 1.5,
+        }
+    )
 
 
 def test_groups_with_routes_are_not_carried():

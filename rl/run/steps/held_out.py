@@ -49,9 +49,8 @@ class HeldOutMetrics:
         """
         options = self._stage.options
         left = self._kinds
-        # `options.steps` are those in force at this step, the last one at that time. If the run got
-        # more steps afterwards, this evaluation has been made, and a new run of the same
-        # configuration makes it too.
+        # `options.steps` is the count in force at this step, not that of a later extension: a
+        # resumed run evaluates after the same steps as a fresh one.
         while due := [
             each
             for each in left
@@ -75,10 +74,9 @@ class HeldOutMetrics:
             self._run.resharded() as sync,
             timeline.span("evaluation", stage=self._stage.name, step=step),
         ):
-            evaluated = kind.run(step) | sync
-        if "time/sync" in evaluated:  # the evaluation copied the weights for rollouts again
-            evaluated["time/sync"] += metrics.get("time/sync", 0.0)
-        metrics |= evaluated
+            metrics |= kind.run(step)
+        # `time/sync` is a part of `time/step`, which an evaluation is not.
+        metrics["time/eval"] += sync.get("time/sync", 0.0)
 
 
 def is_due(step: int, every: int) -> bool:

@@ -28,10 +28,11 @@ def start_run(run: Run, prepared: Prepared, manifest: Manifest) -> None:
 
 
 def start_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> Any:
-    """Returns the state of a stage, which takes the settings of its next step.
+    """Starts a stage, or restores it from a checkpoint, with the settings of its next step. Returns
+    its state.
 
-    checkpoint: the host part of the checkpoint that the stage goes on from; None: it begins, and
-    the first stage that samples is probed.
+    checkpoint: the JSON part of the checkpoint (host.json); None: the stage is
+    new. At the start of the first stage that samples, the probes of rl/run/health/probe.py run.
     """
     state = run.start(stage, checkpoint)
     is_over = checkpoint is not None and checkpoint["ended"]

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 class ExampleOrder:
     """A shuffled order of the examples of a stage, pass after pass.
 
-    rows: of its data. examples: how many they make, equally many each. seed: of the order. chosen:
-    the order of the rows that a curriculum chooses from, in the place of all; None: there is none.
+    rows: the rows of its data. examples: number of examples; each row makes equally many, with
+    consecutive indices. seed: seed of the order. chosen: order of the rows that a curriculum chooses
+    from; None: all rows.
     """
 
     rows: Shard
@@ -25,17 +26,17 @@ class ExampleOrder:
     chosen: RowOrder | None = None
 
     def take(self, numbers: range) -> list[int]:
-        """Returns the indices in the data of the examples that stand at these numbers, 0, 1, 2, ...,
-        of the order: those that the stage takes one after the other.
+        """Returns the indices in the data of the examples at these places of the order, counted from
+        0.
 
-        With a curriculum, which of them a step takes is up to the curriculum.
+        Without a curriculum a stage takes its examples in this order. A curriculum may take others.
         """
         order = self._of_all if self.chosen is None else self.chosen
         return order.take(numbers)
 
     def rows_of(self, examples: Sequence[int]) -> list[int]:
-        """Returns the row of the data that each of these examples is of."""
-        return [number * self.rows.total // self.examples for number in examples]
+        """Returns the row of the data that makes each of these examples."""
+        return [number // self._examples_per_row for number in examples]
 
     def sources_of(self, examples: Sequence[int]) -> list[str]:
         """Returns where each of these examples came from, in data with sources."""
@@ -53,4 +54,8 @@ class ExampleOrder:
     @property
     def _of_all(self) -> RowOrder:
         """The order without a curriculum."""
-        return self.rows.order(self.seed, self.examples // self.rows.total)
+        return self.rows.order(self.seed, self._examples_per_row)
+
+    @property
+    def _examples_per_row(self) -> int:
+        return self.examples // self.rows.total

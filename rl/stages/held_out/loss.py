@@ -38,7 +38,8 @@ class HeldOutLoss:
 
     @property
     def every(self) -> int:
-        """After how many steps a measurement follows; 0: only after the last one."""
+        """After how many steps a measurement follows; 0: only before the first and
+        after the last one."""
         options = self._stage.options.held_out
         return 0 if options is None else options.every
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class CurriculumFeedback(ProducerFilter):
     """Hands on the groups of another producer, which draws rows by the curriculum of the stage.
 
-    The curriculum observes the rewards of a call before the next call and before the state of a
-    checkpoint: they are then computed, so that nothing waits for them.
+    The curriculum observes the rewards of a call at the next call, or when a checkpoint asks for
+    the state. The step has waited for them by then.
     """
 
     def __init__(self, producer: Producer, stage: StageKind):

@@ -22,8 +22,9 @@ class DynamicSampling(ProducerFilter):
     """Takes groups of another producer and leaves out those whose rewards have zero std.
 
     It takes generation batches, each of as many groups as a step has, until enough groups have
-    rewards that differ. It keeps their order. Groups beyond the need of a step are carried to the next one, which
-    takes them first: older weights sampled them. The state in a checkpoint is `carried`.
+    rewards that differ. It keeps their order. Groups beyond the need of a step are carried to the
+    next one, which takes them first: older weights sampled them. Under `router_replay` they are
+    dropped instead. The state in a checkpoint is `carried`.
     """
 
     # False even where nothing is carried, so that all steps have the same programs.
@@ -46,8 +47,10 @@ class DynamicSampling(ProducerFilter):
         batches: list[Rollouts] = []
         while len(useful) < count and len(batches) < algorithm.dynamic_batches:
             batch = self._producer.take(count)
-            batches.append(batch)
-            for group in split(batch):
+            with self._stage.context.timeline.span("waiting for rewards") as span:
+                groups = split(batch)
+            batches.append(replace(batch, waiting=batch.waiting + span.seconds))
+            for group in groups:
                 (zero_std if group.has_zero_std(column) else useful).append(group)
         fillers = zero_std[: max(0, count - len(useful))]
         metrics = self._metrics(batches, left_out=len(zero_std), fillers=len(fillers))

@@ -64,7 +64,7 @@ class Producer(ABC):
     @abstractmethod
     def take(self, count: int) -> Rollouts:
         """Returns the next `count` groups, of as many trajectories each as the stage says;
-        their scores may still be computed. In a run of several processes all of them call it, and
+        their scores may be pending. In a run of several processes all of them call it, and
         get the same groups."""
 
     def state(self) -> dict[str, Any]:

@@ -128,8 +128,8 @@ class Recorded(Producer):
             yield Fault("samples are recorded by step: set `steps`, not `epochs`", key=key)
         if stage.max_kept:
             yield Fault(
-                "samples do not say which ids filters left, over which the loss would be; set "
-                "sampling.filters=ignore",
+                "samples do not say which ids filters left, and the loss would be over these ids; "
+                "set sampling.filters=ignore",
                 key=key,
             )
         if stage.samples_for_inputs:
@@ -289,8 +289,8 @@ class Recorded(Producer):
             )
 
     def _scores(self, records: Sequence[Mapping[str, Any]]) -> Scores:
-        """Returns the scores of the samples of a step, and their sums with the weights of the stage.
-        null is no score, and a sample without a recorded sum has none here."""
+        """Returns the recorded scores of the samples of a step, and their sums with the weights of
+        this stage. A score of null is NaN. A sample whose recorded sum is null has the sum NaN."""
         faults = [
             RewardFault(function, sample, kind, "", record["prompt"], record["completion"])
             for sample, record in enumerate(records)

@@ -14,6 +14,7 @@ import numpy as np
 
 from rewards import RewardFault, Scores
 from rewards.workers.rounding import all_equal
+from rewards.workers.scores import COUNTS, call_times, statistics
 from rl.errors import ModelError
 from rollout.collect import Rollouts
 from rollout.types import Completion, Group, Kept, ProblemLike, Trajectory
@@ -86,7 +87,7 @@ class ScoredGroup:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(
-                "the newest checkpoint was written by another version of Duet: this version "
+                "the saved state of the run was written by another version of Duet: this version "
                 f"cannot read a group that it carries to the next step ({error!r}). Continue the "
                 "run with that version, or start a new one in another run.dir"
             ) from None
@@ -149,13 +150,11 @@ def split(rollouts: Rollouts) -> list[ScoredGroup]:
 def joined(
     groups: Sequence[ScoredGroup], taken: Sequence[Rollouts], names: tuple[str, ...]
 ) -> Rollouts:
-    """Returns rollouts of these groups, with the counts, times and reward metrics of all calls in
-    `taken`. names: of the reward functions."""
-    own = [rollouts.scores.result() for rollouts in taken]
-    metrics = {
-        name: float(np.mean([scores.metrics[name] for scores in own if name in scores.metrics]))
-        for name in sorted({name for scores in own for name in scores.metrics})
-    }
+    """Returns rollouts of these groups, with the counts and times of all calls in `taken`.
+
+    Means and standard deviations of scores are over these groups. Faults and other counts, and the
+    times of reward calls, are of all groups in `taken`. names: of the reward functions.
+    """
     faults = []
     logs = {}
     first = 0
@@ -163,13 +162,17 @@ def joined(
         faults += [replace(fault, sample=first + fault.sample) for fault in each.faults]
         logs |= {first + sample: texts for sample, texts in each.logs.items()}
         first += len(each.total)
+    rewards = np.concatenate([each.rewards for each in groups])
+    sampled = [rollouts.scores.result() for rollouts in taken]
+    seconds = [each for scores in sampled for each in scores.seconds]
     scores = Scores(
-        np.concatenate([each.rewards for each in groups]),
+        rewards,
         np.concatenate([each.total for each in groups]),
         names,
         faults,
-        metrics,
+        statistics(rewards, names) | _counted(sampled) | call_times(seconds),
         logs,
+        seconds=seconds,
     )
     counts = None if taken and all(rollouts.counts is None for rollouts in taken) else Counter()
     for rollouts in taken:
@@ -181,5 +184,15 @@ def joined(
         counts=counts,
         seconds=sum(rollouts.seconds for rollouts in taken),
         scoring=sum(rollouts.scoring for rollouts in taken),
+        waiting=sum(rollouts.waiting for rollouts in taken),
         metrics={name: value for each in taken for name, value in each.metrics.items()},
     )
+
+
+def _counted(sampled: Sequence[Scores]) -> dict[str, float]:
+    """Returns the sums of the counts of these scores, as metrics."""
+    return {
+        name: sum(scores.metrics[name] for scores in sampled if name in scores.metrics)
+        for name in COUNTS
+        if any(name in scores.metrics for scores in sampled)
+    }

@@ -61,10 +61,10 @@ def expanded_at(rollouts: Rollouts) -> list[tuple[int, int, Expanded | None]]:
     return [(number, 0, shown[row.group]) for number, row in enumerate(rollouts.rows)]
 
 
-def by_row(rollouts: Rollouts, values_N: Any) -> np.ndarray:
-    """Returns for each row of `to_batch` the value of its trajectory. values_N: array[N, ...], of
-    each trajectory."""
-    return np.asarray(values_N)[[row.trajectory for row in rollouts.rows]]
+def by_row(rollouts: Rollouts, values: Any) -> np.ndarray:
+    """Returns for each row of `to_batch` the value of its trajectory: array[N, ...]. values:
+    array[P * G, ...], one of each trajectory."""
+    return np.asarray(values)[[row.trajectory for row in rollouts.rows]]
 
 
 def one_row_each(rollouts: Rollouts, reader: str) -> None:

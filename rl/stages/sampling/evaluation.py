@@ -72,7 +72,8 @@ class Evaluation:
 
     @property
     def every(self) -> int:
-        """After how many steps an evaluation follows; 0: only after the last one."""
+        """After how many steps an evaluation follows; 0: only before the first and
+        after the last one."""
         return self.options.every
 
     def run(self, step: int = 0) -> dict[str, float]:

@@ -47,10 +47,10 @@ def with_kept(
     """Returns the batch with `kept` and the log-probabilities of the sampler among these ids, and
     metrics.
 
-    A token with more than `most` ids leaves the mask, unless the record names those that are left
-    out, at most `most`, or its filters left the vocabulary: it then has the distribution over all
-    ids. So has the token of a segment that was sampled without a record, such as one in a
-    checkpoint of an earlier version. Row i of the batch is segment i.
+    The record of a token names the ids that are kept, or those that are left out. A token whose
+    record would name more than `most` ids leaves the mask. A token has the distribution over all
+    ids if its filters kept the vocabulary, or if its segment has no record, as in checkpoints of an
+    earlier version. Row i of the batch is segment i.
     """
     counts = [_counts(segment) for segment in segments]
     named = [
