@@ -1,4 +1,5 @@
-"""Measures the share of memory in use, on the host and on the devices of this process."""
+"""Measures memory: the share in use, on the host and on the devices of this process, and how much a
+device has."""
 
 from __future__ import annotations
 
@@ -6,9 +7,13 @@ import contextlib
 import resource
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
+
+from rl.accounting import chips
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
+_STEP = 2**28
 
 
 def metrics() -> dict[str, float]:
@@ -45,6 +50,51 @@ def device() -> dict[str, float]:
     import jax
 
     return share_of(each.memory_stats() for each in jax.local_devices())
+
+
+def of_device(device: Any, count: int) -> float | None:
+    """Returns the bytes of memory of a device, the same on all machines of a shape: the number of
+    rl/accounting/chips.py, of a CPU its share of the memory that this process may use. None:
+    unknown.
+
+    count: devices of the CPU, which share its memory.
+    """
+    if (chip := chips.of(device.device_kind)) is not None:
+        return chip.memory * 2**30
+    if device.platform != "cpu":
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        return None if limit is None else float(limit)
+    return None if (total := of_host()) is None else float(total // count)
+
+
+def of_host(cgroup: Path = _CGROUP, proc: Path = _PROC) -> int | None:
+    """Returns the bytes of memory that this process may use: those of the machine, or the smallest
+    limit of its control groups, in full steps of 256 MiB, since machines of a shape differ by a few
+    pages. None on systems without /proc."""
+    total = _fields(proc / "meminfo").get("MemTotal")
+    limits = [limit for folder in _groups(cgroup, proc) if (limit := _limit(folder)) is not None]
+    sizes = [*limits, *([] if total is None else [total * 1024])]
+    return max(_STEP, min(sizes) // _STEP * _STEP) if sizes else None
+
+
+def _groups(cgroup: Path, proc: Path) -> list[Path]:
+    """Returns the folders of the control groups of this process that may limit its memory, from its
+    own to the root, in the layouts of versions 2 and 1."""
+    folders = [cgroup, cgroup / "memory"]
+    with contextlib.suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                root = cgroup / controllers
+                own = root / path.lstrip("/")
+                folders += [own, *(each for each in own.parents if root in each.parents)]
+    return folders
+
+
+def _limit(folder: Path) -> int | None:
+    """Returns the memory limit of a control group in bytes; None: it has none."""
+    limits = [_number(folder / name) for name in ("memory.max", "memory.limit_in_bytes")]
+    return min((limit for limit in limits if limit), default=None)
 
 
 def share_of(statistics: Iterable[Mapping[str, int] | None]) -> dict[str, float]:

@@ -74,10 +74,11 @@ class ModelOptions(Section):
         default={},
         description="keys of the Hugging Face configuration to change; random weights only",
     )
-    remat: Literal[REMAT_POLICIES] = Field(  # pyright: ignore[reportInvalidTypeForm]
-        default="full",
-        description="which activations are recomputed: full keeps only the input of each layer, "
-        "none keeps all; memory.md describes the others",
+    remat: Literal["auto", *REMAT_POLICIES] = Field(  # pyright: ignore[reportInvalidTypeForm]
+        default="auto",
+        description="which activations are recomputed: none keeps the results of all products, "
+        "full only the input of each layer; memory.md describes the others. auto: the run chooses "
+        "when it first starts, from the memory of a device",
     )
     remat_tensors: dict[str, Literal["device", "offload", "remat"]] = Field(
         default={},
@@ -111,8 +112,10 @@ class ModelOptions(Section):
 
     @property
     def runtime(self) -> Runtime:
-        """Returns how the model is computed."""
+        """Returns how the model is computed; with `full` where the run has not chosen yet (`auto`)
+        or trains nothing."""
         shared = {name: getattr(self, name) for name in _RUNTIME if name != "remat_tensors"}
+        shared["remat"] = "full" if self.remat == "auto" else self.remat
         return Runtime(**shared, remat_tensors=tuple(self.remat_tensors.items()))
 
     @property

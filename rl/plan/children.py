@@ -20,6 +20,7 @@ from rl.config.run import RunConfig
 from rl.errors import DuetError, ResourceError
 from rl.plan.compiled import GIB, ProgramReport
 from rl.plan.slices import Topology
+from rl.run.resume.continued import AUTO, with_remat
 
 CACHE = "~/.cache/duet-rl/plans"
 AT_A_TIME = 2
@@ -91,6 +92,19 @@ def describe_target(name: str, gib: float | None) -> Target:
     topology = Topology.read(name)
     (told,) = _lines({"configs": []}, topology)
     return Target.of(told, topology, gib)
+
+
+def with_chosen_remat(
+    config: RunConfig, name: str, gib: float | None
+) -> tuple[RunConfig, str | None]:
+    """Returns (the configuration with the policy that `model.remat: auto` takes on a topology, what
+    to say of it). Raises as `describe_target`, and the errors of the child."""
+    if config.model.remat != AUTO:
+        return config, None
+    topology = Topology.read(name)
+    request = {"configs": [_plain(config)], "memory": gib and gib * GIB, "remat": True}
+    _, told = _lines(request, topology)
+    return with_remat(config, told["remat"]), told["note"]
 
 
 def start_compiling(

@@ -11,7 +11,7 @@ from pathlib import Path
 import rl.stages
 from rl.accounting import chips
 from rl.config.run import RunConfig
-from rl.plan.children import Target, describe_target, start_compiling
+from rl.plan.children import Target, describe_target, start_compiling, with_chosen_remat
 from rl.plan.compiled import GIB, ProgramReport
 from rl.plan.hlo import BETWEEN
 from rl.plan.search import as_yaml, best, search
@@ -40,6 +40,9 @@ def plan(config: RunConfig, options: PlanFlags) -> int:
     print(
         f"{options.topology}: compiling the programs of {', '.join(config.stage_names)}", flush=True
     )
+    config, note = with_chosen_remat(config, options.topology, options.memory)
+    if note is not None:
+        print(f"  {note}", flush=True)
     target, compiled = start_compiling(config, options.topology, options.memory)
     reports = []
     for report in compiled:

@@ -10,7 +10,8 @@ number of devices}. Then comes one line per program when it is compiled; `only` 
 name. The last line is {"done": true} or {"error": text, "exit_code": n}. Results of earlier
 compilations for the same devices by the same compiler are read from `cache`. With "estimate": true
 nothing is compiled, and each configuration gives one line: {"costs": {program: [resident,
-temporaries, seconds]}} or {"wrong": text} (rl/plan/estimate.py).
+temporaries, seconds]}} or {"wrong": text} (rl/plan/estimate.py). With "remat": true each
+configuration gives {"remat": policy, "note": text}: what `model.remat: auto` takes there.
 """
 
 from __future__ import annotations
@@ -115,6 +116,9 @@ def _lines(request: dict, topology: Topology) -> Iterator[dict]:
         if request.get("estimate"):
             yield from _estimated(request["configs"], devices, memory)
             return
+        if request.get("remat"):
+            yield from _remat(request["configs"], devices, memory)
+            return
         cache = Path(request["cache"]).expanduser() if request["cache"] else None
         for config in request["configs"]:
             for planned in _planned(config, devices, memory):
@@ -147,6 +151,16 @@ def _estimated(configs: list[dict], devices: list, memory: float | None) -> Iter
             }
         except (DuetError, ValueError) as error:
             yield {"wrong": str(error).splitlines()[0]}
+
+
+def _remat(configs: list[dict], devices: list, memory: float | None) -> Iterator[dict]:
+    from rl.config.run import RunConfig
+    from rl.run import build, remat
+
+    for config in configs:
+        checked = RunConfig.model_validate(config)
+        choice = remat.chosen(checked, build.on_mesh(checked, devices), memory)
+        yield {"remat": choice.policy, "note": str(choice)}
 
 
 def _report(planned: Planned, topology: Topology, dump: Path, cache: Path | None) -> ProgramReport:

@@ -16,6 +16,7 @@ from rl.plan.changes import REMAT, SettingsChange
 from rl.plan.children import AT_A_TIME, Costs, Target, Trial, attempted, estimated
 from rl.plan.compiled import ProgramReport
 from rl.plan.suggest import corrected
+from rl.run.resume.continued import AUTO
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ def _as_large(other: Choice, choice: Choice) -> bool:
 def _changes(config: RunConfig, target: Target) -> Iterator[tuple[SettingsChange, tuple[int, int]]]:
     rows_of_stages = [stage.rows_per_update for stage in rl.stages.create(config)]
     parts = [2**n for n in range(max(rows_of_stages).bit_length())]
-    policies = REMAT if config.model.remat in REMAT else (config.model.remat, *REMAT)
+    own = config.model.remat
+    policies = REMAT if own == AUTO or own in REMAT else (own, *REMAT)
     for mesh in changes.meshes(config, target.inside(config), changes.divisors(config)):
         for part in parts:
             rows = [-(-each // part) for each in rows_of_stages]

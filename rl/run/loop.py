@@ -16,17 +16,23 @@ rewards ask for. The random number of a token follows from (seed, prompt id, sam
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 
 from rl.config import changes
 from rl.config.run import RunConfig
 from rl.errors import reward_errors
 from rl.records.manifest import Manifest
 from rl.records.timeline import Timeline
-from rl.run import build
+from rl.run import build, remat
 from rl.run.folder import RunFolder
 from rl.run.health import devices
 from rl.run.prepare import Prepared, prepare, with_date
-from rl.run.resume.continued import continued_on_all, folder_state, has_known_steps
+from rl.run.resume.continued import (
+    continued_on_all,
+    folder_state,
+    has_known_steps,
+    with_saved_remat,
+)
 from rl.run.signals import StopSignal
 from rl.run.state import Run, is_finished
 from rl.run.steps.held_out import HeldOutMetrics
@@ -49,10 +55,13 @@ def run(config: RunConfig) -> int:
     """
     devices.check_and_show(config.platform)
     state_before = folder_state(config.directory)
-    config = continued_on_all(with_date(config))
+    asked = config.model.remat
+    config = continued_on_all(with_saved_remat(with_date(config)))
     known_steps = has_known_steps(config)
     with closing(prepare(config)) as prepared:
         config = prepared.config if known_steps else continued_on_all(prepared.config)
+        config, remarks = remat.resolved(config, asked)
+        prepared = replace(prepared, notes=[*prepared.notes, *remarks])
         with RunFolder(config, state_before) as folder, StopSignal() as stop:
             if is_finished(folder):
                 return 0

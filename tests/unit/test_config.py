@@ -233,7 +233,7 @@ BAD = [
         "model, remat_tensors: {mlpwo: device}}",
         1,
         "model.remat_tensors",
-        ["full says itself", "remat: custom"],
+        ["auto says itself", "remat: custom"],
     ),
     (
         "model}",

@@ -32,6 +32,9 @@ from rl.stages.scorers import reward_model_of
 if TYPE_CHECKING:
     from rl.stages.stage import StageKind
 
+AUTO = "auto"
+"""The value of `model.remat` for which the run chooses a policy when it first starts."""
+
 # Keys that may differ when a run is continued: they change what is kept and shown, and no number.
 _FREE = ("run", "profile", "changes")
 
@@ -112,6 +115,25 @@ def continued(config: RunConfig, *, locked: bool = False) -> RunConfig:
     place = newest_place(config.directory)
     _check_changes(before, config, place)
     return config.model_copy(update={"changes": listed(before, config, place)})
+
+
+def with_remat(config: RunConfig, policy: str) -> RunConfig:
+    """Returns the configuration with this policy of `model.remat`."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"remat": policy})})
+
+
+def with_saved_remat(config: RunConfig) -> RunConfig:
+    """Returns the configuration with the policy that its run has, if it leaves the choice to the
+    run and the run has one. The first process reads its folder."""
+    if config.model.remat != AUTO:
+        return config
+    before = on_first(lambda: None if config.run.dir is None else _saved_remat(config.directory))
+    return config if before is None else with_remat(config, before)
+
+
+def _saved_remat(directory: Path) -> str | None:
+    before = saved(directory)
+    return before and before.model.remat
 
 
 def continued_on_all(config: RunConfig) -> RunConfig:
@@ -254,6 +276,8 @@ def check_same(before: RunConfig, config: RunConfig) -> None:
     ):  # the run takes that of its first start
         tokenizer = (config.tokenizer or TokenizerOptions()).model_copy(update={"date": date})
         config = config.model_copy(update={"tokenizer": tokenizer})
+    if config.model.remat == AUTO:  # likewise
+        config = with_remat(config, before.model.remat)
     theirs = _fixed(before)
     ours = _fixed(config)
     different = sorted(

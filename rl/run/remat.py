@@ -1,0 +1,164 @@
+"""Chooses the policy of `model.remat: auto` from the memory of a device and an estimate of what a run
+needs there. Nothing is compiled.
+
+Resident bytes (weights, moments, references, the generator's cache) follow from shapes and
+sharding. Activations of a micro-batch are estimated by rl/accounting/activations.py. The first
+policy of ORDER with which all updates fit is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+import rl.stages
+from policy.mesh import processes
+from policy.mesh.sharding import Layout
+from policy.model import Graph
+from policy.ops.host_memory import on_a_device, shard_bytes
+from rl.accounting import memory
+from rl.accounting.activations import Activations
+from rl.config.run import RunConfig
+from rl.run import build
+from rl.run.resume.continued import AUTO, with_remat
+from rl.stages.shapes import abstract_rows
+from rl.stages.stage import StageKind
+from rollout.engine.runner import ModelRunner
+from rollout.engine.weights import RolloutWeights
+
+# From the one that computes least again to the one that keeps least (docs/memory.md).
+ORDER = ("none", "minimal_flash", "save_dot_with_context_except_mlp", "full")
+# The share of a device's memory that the estimate may fill, by platform. jax takes three quarters
+# of a GPU; a CPU has the data, the workers of rewards and other programs in its memory as well.
+SHARES = {"tpu": 0.8, "gpu": 0.6, "cpu": 0.5}
+GIB = 2**30
+
+
+class UpdateMemory(NamedTuple):
+    """Bytes per device during the updates of a stage. fixed: everything but the values that are
+    kept for the backward pass. kept: those, by policy."""
+
+    fixed: float
+    kept: Mapping[str, float]
+
+    def needs(self, policy: str) -> float:
+        return self.fixed + self.kept[policy]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy, the bytes per device that it keeps and that the run then needs, and the bytes of a
+    device. An unknown number of bytes is None."""
+
+    policy: str
+    kept: float
+    needs: float
+    memory: float | None
+
+    def __str__(self) -> str:
+        what = (
+            f"{self.kept / GIB:.2f} GiB of activations, {self.needs / GIB:.2f} GiB with all else "
+            "that an update needs"
+        )
+        of = "unknown memory" if self.memory is None else f"{self.memory / GIB:.2f} GiB"
+        return (
+            f"model.remat: auto takes `{self.policy}`: by the estimate {what}, of {of} per device"
+        )
+
+
+def choose(updates: Sequence[UpdateMemory], available: float | None, platform: str) -> Choice:
+    """Returns the first policy with which all updates fit, else the last one, as for unknown
+    memory. available: bytes of a device."""
+    allowed = 0.0 if available is None else SHARES.get(platform, SHARES["gpu"]) * available
+    policies = [name for name in ORDER if all(name in each.kept for each in updates)]
+    fitting = (name for name in policies if all(each.needs(name) <= allowed for each in updates))
+    policy = next(fitting, policies[-1])
+    largest = max(updates, key=lambda each: each.needs(policy))
+    return Choice(policy, largest.kept[policy], largest.needs(policy), available)
+
+
+def chosen(config: RunConfig, mesh: Layout, available: float | None = None) -> Choice:
+    """Returns the choice for the devices of a mesh. available: bytes of a device; None: as its kind
+    or this machine says.
+
+    Raises what `rl.run.build.graph` raises for an impossible model or mesh.
+    """
+    graph = build.graph(config, mesh)
+    if available is None:
+        available = memory_of(mesh)
+    return choose(updates(config, graph, available), available, mesh.platform)
+
+
+def memory_of(mesh: Layout) -> float | None:
+    """Returns the least memory of a device of the mesh, in bytes; None: unknown."""
+    devices = list(mesh.mesh.devices.flat)
+    own = [each for each in devices if each.process_index == jax.process_index()]
+    each = memory.of_device((own or devices)[0], len(own or devices))
+    known = [size for size in processes.all_gather_object(each) if size is not None]
+    return min(known, default=None)
+
+
+def updates(config: RunConfig, graph: Graph, available: float | None) -> list[UpdateMemory]:
+    """Estimates the memory of the updates of each stage. available: bytes of a device."""
+    result = []
+    cache = None
+    for stage in rl.stages.create(config):
+        stage.bind(graph)
+        state = stage.abstract()
+        resident = on_a_device(state) + on_a_device(stage.frozen())
+        if cache is None and (stage.calls_generator or (config.evaluation and stage.trains_policy)):
+            cache = _generator_bytes(config, graph, available, resident)
+        result.append(_update(stage, state, resident + (cache or 0), config.model.host_parameters))
+    return result
+
+
+def _generator_bytes(
+    config: RunConfig, graph: Graph, available: float | None, resident: int
+) -> int:
+    """Returns the bytes of the generator's cache and of its copies of weights."""
+    options = build.generator_options(config)
+    weights = RolloutWeights.from_options(graph, options)
+    copied = on_a_device(weights.abstract if weights else {})
+    left = None if available is None else max(0.0, available - resident - copied)
+    slots = build.slots(config, graph.layout)
+    runner = ModelRunner(graph, options, slots, config.max_length, left or 0.0)
+    return copied + on_a_device(runner.abstract_cache)
+
+
+def _update(stage: StageKind, state: Any, resident: int, hosted: bool) -> UpdateMemory:
+    graph = stage.trainer.graph
+    rows = abstract_rows(stage, stage.options.updates_per_step)
+    length = rows.shape[1]
+    tokens = rows.micro_rows * length / graph.layout.num_row_shards
+    sizes = Activations(graph)
+    # The sum over micro-batches, and the gradient of one.
+    gradients = 2 * sum(4 * shard_bytes(a) // a.dtype.itemsize for a in _trained(state))
+    fixed = resident + gradients + tokens * sizes.working(length) + sizes.head(tokens)
+    policies = ORDER[1:] if hosted else ORDER  # `none` would keep the fetched weights
+    return UpdateMemory(fixed, {name: tokens * sizes.kept(name, length) for name in policies})
+
+
+def _trained(state: Any) -> list[Any]:
+    """Returns the weights of all groups that learn."""
+    groups = (getattr(state, name, None) for name in ("policy", "critic", "projections"))
+    return [array for group in groups if group is not None for array in group.params.values()]
+
+
+def resolved(config: RunConfig, asked: str) -> tuple[RunConfig, list[str]]:
+    """Returns (the configuration with the policy that `auto` takes on the devices of this run,
+    notes on it).
+
+    asked: `model.remat` before a continued run took the policy that it began with. It keeps that
+    one, also where another one would be chosen now.
+    """
+    if asked != AUTO:
+        return config, []
+    choice = chosen(config, build.on_mesh(config))
+    if config.model.remat == AUTO:
+        return with_remat(config, choice.policy), [str(choice)]
+    if config.model.remat == choice.policy:
+        return config, []
+    return config, [f"the run keeps `model.remat: {config.model.remat}` of its start. {choice}"]
