@@ -155,7 +155,8 @@ def _estimated(configs: list[dict], devices: list, memory: float | None) -> Iter
 
 def _remat(configs: list[dict], devices: list, memory: float | None) -> Iterator[dict]:
     from rl.config.run import RunConfig
-    from rl.run import build, remat
+    from rl.run import build
+    from rl.run.resume import remat
 
     for config in configs:
         checked = RunConfig.model_validate(config)

@@ -23,10 +23,11 @@ from rl.config.run import RunConfig
 from rl.errors import reward_errors
 from rl.records.manifest import Manifest
 from rl.records.timeline import Timeline
-from rl.run import build, remat
+from rl.run import build
 from rl.run.folder import RunFolder
 from rl.run.health import devices
 from rl.run.prepare import Prepared, prepare, with_date
+from rl.run.resume import remat
 from rl.run.resume.continued import (
     continued_on_all,
     folder_state,

@@ -11,7 +11,7 @@ from policy.config import Runtime
 from policy.mesh.sharding import layout
 from policy.model import Graph
 from rl.accounting.activations import Activations
-from rl.run.remat import ORDER
+from rl.run.resume.remat import ORDER
 
 SHAPE = (4, 64)
 # Wide layers, so that what lies outside of them counts little.

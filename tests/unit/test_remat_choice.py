@@ -8,8 +8,9 @@ import pytest
 from rl.accounting import chips, memory
 from rl.config import files
 from rl.errors import ConfigError
-from rl.run import build, remat
+from rl.run import build
 from rl.run.load import load
+from rl.run.resume import remat
 from rl.run.resume.continued import check_same, continued, with_saved_remat
 
 GIVEN = ["tokenizer=bytes", "data.task=arithmetic", "mesh={fsdp: 1}"]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 import rl.stages
+from policy.attention.block_attention import SHORTEST_FLAT
 from policy.mesh import processes
 from policy.mesh.sharding import Layout
 from policy.model import Graph
@@ -130,15 +131,26 @@ def _generator_bytes(
 
 def _update(stage: StageKind, state: Any, resident: int, hosted: bool) -> UpdateMemory:
     graph = stage.trainer.graph
-    rows = abstract_rows(stage, stage.options.updates_per_step)
-    length = rows.shape[1]
-    tokens = rows.micro_rows * length / graph.layout.num_row_shards
+    tokens, length = _micro_batch(stage)
+    tokens /= graph.layout.num_row_shards
     sizes = Activations(graph)
     # The sum over micro-batches, and the gradient of one.
     gradients = 2 * sum(4 * shard_bytes(a) // a.dtype.itemsize for a in _trained(state))
     fixed = resident + gradients + tokens * sizes.working(length) + sizes.head(tokens)
     policies = ORDER[1:] if hosted else ORDER  # `none` would keep the fetched weights
     return UpdateMemory(fixed, {name: tokens * sizes.kept(name, length) for name in policies})
+
+
+def _micro_batch(stage: StageKind) -> tuple[float, int]:
+    """Returns (the most tokens of a micro-batch, the length of its rows that keeps most)."""
+    updates = stage.options.updates_per_step
+    rows = abstract_rows(stage, updates)
+    bounds = stage.trainer.row_bounds(
+        stage.rows_per_update, stage.row_length, stage.trainer.sharing
+    )
+    tokens = max(rows.micro_rows * rows.shape[1], bounds.micro_tokens or 0, bounds.stretched)
+    # Of rows that keep the scores of attention the longest keep most.
+    return tokens, max(bounds.limit, min(bounds.longest, SHORTEST_FLAT - 1))
 
 
 def _trained(state: Any) -> list[Any]:
