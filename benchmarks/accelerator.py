@@ -1,9 +1,9 @@
 """Measures one GPU or TPU: attention kernels, an SFT update and decoding, in bfloat16 with random
 weights in float32.
 
-- Attention, on a GPU: seconds of the kernel that training uses next to the portable form, forward and with
-  gradients, and of the kernel that decoding uses on pages. `apart` is ||kernel - portable|| /
-  ||portable||, of the worst of output and gradients.
+- Attention, on a GPU: seconds of the kernel that training uses next to the portable form, forward
+  and with gradients, and of the kernel that decoding uses on pages. `apart` is
+  ||kernel - portable|| / ||portable||, of the worst of output and gradients.
 - An update: rows of random tokens, all of them trained on, AdamW. Operations are those of
   `perf/train_tflops_per_s`: recomputation does not count.
 - Decoding: all slots at once, with prefill, in a generator of `length` tokens.

@@ -4,12 +4,12 @@ form that keeps its logits.
 Each program computes the logits of `--tokens` states, the log-probability of one target and the
 entropy of each, and the gradient of their sum with respect to states and weight. `kept` is
 `policy.heads.head.logprobs` with its logits kept for the backward pass, `again` with logits that
-are computed twice. They run in turns, the plain form first. A line has the median seconds of a form and
-their ratio to the plain form's; the ratio of the seconds of all threads of the host's processor,
-which other programs on a CPU disturb less; the rate of matrix products (6 operations a weight and
-token, whatever is computed twice); the temporaries of the program; and the largest difference of a
-gradient from the plain form's, over its largest number. `chosen` is the form that the sizes choose
-here.
+are computed twice. They run in turns, the plain form first. A line has the median seconds of a form
+and their ratio to the plain form's; the ratio of the seconds of all threads of the host's
+processor, which other programs on a CPU disturb less; the rate of matrix products (6 operations a
+weight and token, whatever is computed twice); the temporaries of the program; and the largest
+difference of a gradient from the plain form's, over its largest number. `chosen` is the form that
+the sizes choose here.
 
     python benchmarks/head.py [--vocab 49152 128256 151936] [--tokens 512] [--hidden 576]
     [--dtype float32 bfloat16] [--softcap 30] [--tile-logits 1048576 ...] [--repeats 5]

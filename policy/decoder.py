@@ -87,8 +87,8 @@ class LayerStack(nnx.Module):
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: tuple | None, runtime: Runtime
     ) -> StackOutput[jax.Array]:
-        """Computes all repeats. `step.routes` has one entry for each layer of the pattern, which may
-        be None."""
+        """Computes all repeats. `step.routes` has one entry for each layer of the pattern, which
+        may be None."""
         graph, weights = nnx.split(self.layers)
         routes = step.routes
         embeddings = self._own_embeddings(step)
@@ -416,8 +416,8 @@ class Decoder(nnx.Module):
     def before_norm(
         self, tokens_BT: jax.Array, step: Step, cache: tuple | None, runtime: Runtime
     ) -> UnnormedOutput:
-        """Runs everything up to the final norm. Without a cache, call `__call__` instead if the mesh
-        shards the length or is in explicit mode."""
+        """Runs everything up to the final norm. Without a cache, call `__call__` instead if the
+        mesh shards the length or is in explicit mode."""
         step = self.complete_step(tokens_BT, step, runtime)
         layout = runtime.layout
         if (

@@ -46,8 +46,8 @@ class Graph:
     array.
 
     Weights are a flat dict from path ("stacks.0.layers.0.mixer.q_proj") to array, in any order.
-    `matrices` has the dimensions of the weights that products read. `inputs` names those that may be
-    quantised, with the dimensions that their products sum over.
+    `matrices` has the dimensions of the weights that products read. `inputs` names those that may
+    be quantised, with the dimensions that their products sum over.
     """
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):

@@ -1,5 +1,5 @@
-"""The modes of the one forward pass: logprobs, prefill, decode one token (next_token_states), verify
-drafts.
+"""The modes of the one forward pass: logprobs, prefill, decode one token (next_token_states),
+verify drafts.
 
 B rows, T tokens, E hidden, D hidden of a teacher, V vocabulary, K ids that filters leave, M pages
 of a row.
@@ -77,9 +77,9 @@ class TokenLogprobs(NamedTuple):
 
 
 class Verified(NamedTuple):
-    """What the decoder says of tokens that were fed tentatively: the logits of the token after each,
-    float32[B, T, V]. `policy.cache.cache.commit` turns `cache` and `aux` into the cache that holds
-    the first tokens only."""
+    """What the decoder says of tokens that were fed tentatively: the logits of the token after
+    each, float32[B, T, V]. `policy.cache.cache.commit` turns `cache` and `aux` into the cache that
+    holds the first tokens only."""
 
     logits: jax.Array
     cache: tuple

@@ -96,9 +96,9 @@ class Fault:
     level: how bad it is. severity: 0 to 1, among the faults of a run: a root cause has a higher one
     than what follows from it.
 
-    Where it is: file, with the line, and key in a configuration; check, the number of a check of the
-    data, or name, of the illness of a run (both as in docs/diagnose.md) or of a part of the machine;
-    stage and step of a run, None if it concerns the full run.
+    Where it is: file, with the line, and key in a configuration; check, the number of a check of
+    the data, or name, of the illness of a run (both as in docs/diagnose.md) or of a part of the
+    machine; stage and step of a run, None if it concerns the full run.
     """
 
     text: str

@@ -1,10 +1,10 @@
-"""Groups of trajectories from prompts: calls the generator and starts to compute the rewards of what
-it returns.
+"""Groups of trajectories from prompts: calls the generator and starts to compute the rewards of
+what it returns.
 
 Every new trajectory comes from `collect`; those of earlier runs and of checkpoints are read
 (rl/stages/producers). Stages also set the generator's value head and read the size of its weights.
-Scores are numbers for completions, from reward functions and reward models. P prompts, G completions
-of each.
+Scores are numbers for completions, from reward functions and reward models. P prompts, G
+completions of each.
 """
 
 from __future__ import annotations

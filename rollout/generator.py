@@ -443,7 +443,8 @@ class EncodedPrompt(NamedTuple):
     def request(
         self, params: SamplingParams, prompt_id: int = 0, sample: int = 0, index: int = 0
     ) -> Request:
-        """Returns the request for one sample of this prompt, which is number `index` of its call."""
+        """Returns the request for one sample of this prompt, which is number `index` of its
+        call."""
         return Request(
             self.tokens, params, prompt_id, sample, index, media=self.media, keys=self.keys
         )

@@ -362,7 +362,8 @@ class Turn:
     """What the policy wrote before it was somebody else's turn: the tokens from `start` up to but
     not including `end` of a segment.
 
-    finish: "stop", if its last token ended it, or "length". text, raw and steps: as in `Completion`.
+    finish: "stop", if its last token ended it, or "length". text, raw and steps: as in
+    `Completion`.
     """
 
     start: int
@@ -603,8 +604,8 @@ class Trajectory:
 
 
 def as_versions(policy: np.ndarray, versions: np.ndarray) -> int | list[list[int]]:
-    """Returns the version of the tokens that the policy wrote: one number, or [first token, version]
-    pairs where it changes. policy: bool[T]. versions: int[T]."""
+    """Returns the version of the tokens that the policy wrote: one number, or [first token,
+    version] pairs where it changes. policy: bool[T]. versions: int[T]."""
     places = np.flatnonzero(policy)
     drawn = versions[places]
     changes = np.flatnonzero(np.diff(drawn, prepend=-1))

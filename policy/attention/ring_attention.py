@@ -253,8 +253,8 @@ def _gradients(plan: AttentionPlan, saved, g_out):
 def _surrogate(
     plan: AttentionPlan, here: TokenPositions, there: TokenPositions, known, q, parts, weights
 ) -> jax.Array:
-    """Returns the sum whose gradient is that block's part of the gradient of attention; `_gradients`
-    gives the formula."""
+    """Returns the sum whose gradient is that block's part of the gradient of attention;
+    `_gradients` gives the formula."""
     k, v = plan.make(parts, weights)
     mask = plan.mask(here, there)
 

@@ -101,7 +101,8 @@ class Media:
 
     @property
     def longest_block(self) -> int:
-        """Returns the number of tokens of the longest block of a prompt; 1 where the decoder is causal."""
+        """Returns the number of tokens of the longest block of a prompt; 1 where the decoder is
+        causal."""
         return (
             1
             if self.until is None
@@ -109,8 +110,8 @@ class Media:
         )
 
     def call_end(self, end: int) -> int:
-        """Returns the last place of a prompt, `end` or earlier, where a call may end: a block is computed in
-        one call."""
+        """Returns the last place of a prompt, `end` or earlier, where a call may end: a block is
+        computed in one call."""
         if self.until is None or end >= len(self.until):
             return end
         return int(

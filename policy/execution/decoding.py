@@ -1,11 +1,11 @@
-"""Weights in the form that decoding reads fastest: on CPU as matrices (policy/ops/projection.py), on
-a GPU in the type of the activations.
+"""Weights in the form that decoding reads fastest: on CPU as matrices (policy/ops/projection.py),
+on a GPU in the type of the activations.
 
 They are copies: the policy's own arrays do not change. Only decoders with unrolled layers read this
-form; where stacks are scanned (DecoderPrograms.scan), as on TPU and on several GPUs, a product reads
-its weight in place. `DecodingWeights` keeps the copies between the calls of a generator on one device, and
-`prepare_for_decoding` brings them, or weights that are still stacked, into the form of the layers,
-inside a program.
+form; where stacks are scanned (DecoderPrograms.scan), as on TPU and on several GPUs, a product
+reads its weight in place. `DecodingWeights` keeps the copies between the calls of a generator on
+one device, and `prepare_for_decoding` brings them, or weights that are still stacked, into the form
+of the layers, inside a program.
 
 V vocabulary, E hidden.
 """

@@ -29,9 +29,9 @@ class Stored:
 
     Several weights in one tensor: `parts` are the last words of their paths, in order, and one
     stored axis is marked. "+" concatenates the parts along the axis or group before it, in sizes of
-    their own: "e (h d)+ -> e h d" is [q heads
-    | k heads | v heads], "(h d+) e -> e h d" is [q | k | v] for each h. "*" interleaves them: in "x e f* -> x e f"
-    element 2i of f belongs to part 0 and 2i+1 to part 1.
+    their own: "e (h d)+ -> e h d" is [q heads | k heads | v heads], "(h d+) e -> e h d" is
+    [q | k | v] for each h. "*" interleaves them: in "x e f* -> x e f" element 2i of f belongs to
+    part 0 and 2i+1 to part 1.
 
     "{e}" in `name` counts tensors that are stacked along our axis 0; the layout then describes one
     of them. "{s}" counts shards, tensors without a layout that follow each other along our axis 0,

@@ -189,8 +189,8 @@ def run(
 
 class HalfMixed(NamedTuple):
     """A micro-batch after the mixer of a layer: `hidden` and `mix`, the inputs of `Layer.leave`;
-    `read`, the input of the experts; `shared`, the sum of the shared experts; `mixed`, the output of
-    the mixer where it is recorded."""
+    `read`, the input of the experts; `shared`, the sum of the shared experts; `mixed`, the output
+    of the mixer where it is recorded."""
 
     hidden: jax.Array
     mix: Mix

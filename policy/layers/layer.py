@@ -69,9 +69,9 @@ FEED_FORWARDS = {
 
 
 class AfterMixer(NamedTuple):
-    """A layer between its mixer and its feed-forward: `hidden`, the residual stream after the mixer;
-    `normed` [B, T, E], the input of the mixer, and `mix`, how its residual connection mixes streams
-    (policy/layers/residual.py), both None without a mixer."""
+    """A layer between its mixer and its feed-forward: `hidden`, the residual stream after the
+    mixer; `normed` [B, T, E], the input of the mixer, and `mix`, how its residual connection mixes
+    streams (policy/layers/residual.py), both None without a mixer."""
 
     hidden: jax.Array
     normed: jax.Array | None

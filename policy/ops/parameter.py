@@ -96,8 +96,8 @@ def weight(
     """Creates a trained float32 array of `shape` whose dimension i has the logical axis name
     `axes[i]`.
 
-    inputs: the dimensions that its products sum over; None: it is a vector, a table of embeddings or
-    the kernel of a convolution. counts: the dimensions that count matrices, such as the experts.
+    inputs: the dimensions that its products sum over; None: it is a vector, a table of embeddings
+    or the kernel of a convolution. counts: the dimensions that count matrices, such as the experts.
     quantizable: whether its products may read it quantised; they then go through
     policy/ops/linear.py. Raises ValueError if `shape` and `axes` differ in length.
     """

@@ -43,7 +43,8 @@ def log_uniform(key: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax
 
 
 class QueriesKeysValues(NamedTuple):
-    """The inputs of a recurrence, float32: queries and keys [B, K, T, D], values [B, K, G, T, V]."""
+    """The inputs of a recurrence, float32: queries and keys [B, K, T, D], values
+    [B, K, G, T, V]."""
 
     queries: jax.Array
     keys: jax.Array

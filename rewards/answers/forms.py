@@ -18,7 +18,8 @@ text."""
 _LONGEST = 2000  # characters of an answer that is more than a text
 _PIECE = re.compile(
     r"""(?P<open>\\begin\b|\\\{|[(\[{])|(?P<close>\\end\b|\\\}|[)\]}])
-    |(?P<comma>[,;]\s*(?:"(?:and|or)"|(?:and|or)\b)?|"(?:and|or)"|(?<![A-Za-z])(?:and|or)(?![A-Za-z]))
+    |(?P<comma>[,;]\s*(?:"(?:and|or)"|(?:and|or)\b)?
+      |"(?:and|or)"|(?<![A-Za-z])(?:and|or)(?![A-Za-z]))
     |(?P<union>\\cup(?![A-Za-z]))
     |(?P<equals>(?<![<>!:\\=])=(?!=))
     |(?P<element>\\in(?![A-Za-z]))

@@ -37,13 +37,13 @@ degree deg
 ^3 cubic
 """  # a unit, then its other names
 _SHORT = """
-cm mm km dm nm kg mg ml mL in ft yd mi lb lbs oz hr hrs min mins sec secs ms mph kph Hz kHz kW kJ kPa Pa USD EUR GBP
-rad deg sq day per cup ton men inch
+cm mm km dm nm kg mg ml mL in ft yd mi lb lbs oz hr hrs min mins sec secs ms mph kph Hz kHz kW kJ
+kPa Pa USD EUR GBP rad deg sq day per cup ton men inch
 """  # units of two and three letters
 _OTHERS = """
-and or to not more less fewer than minus plus times over mod modulo dozen half halves third thirds quarter quarters
-fifths tenths squared cubed if for when where except but from into until divided choose factorial with remainder power
-base sqrt score pairs pair above below
+and or to not more less fewer than minus plus times over mod modulo dozen half halves third thirds
+quarter quarters fifths tenths squared cubed if for when where except but from into until divided
+choose factorial with remainder power base sqrt score pairs pair above below
 """  # words after a number that change what it says
 
 _UNIT_OF = {name: line.split()[0] for line in _NAMES.strip().splitlines() for name in line.split()}

@@ -83,7 +83,8 @@ class TeacherLoss(TrainedLoss, Protocol):
 
     @property
     def features_loss(self) -> Literal["cosine", "squared"]:
-        """The distance of two features."""
+        """The distance of an output of the policy's mixer and one of the teacher's: 1 - cosine, or
+        the mean square of the difference."""
         ...
 
     @property

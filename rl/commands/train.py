@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 SUMMARY = "train with a configuration (the same as rl-train)"
 HELP = """\
-CONFIG is a YAML file, the name of a packaged one (quickstart, tiny), or the directory of a run, which is continued.
-Several are merged from left to right; key=value overrides come last:
+CONFIG is a YAML file, the name of a packaged one (quickstart, tiny), or the directory of a run,
+which is continued. Several are merged from left to right; key=value overrides come last:
 
   rl-train configs/quickstart.yml
   rl-train configs/grpo_deepseek.yml tiny.yml stages.0.steps=3 run.dir=runs/try

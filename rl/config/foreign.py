@@ -234,8 +234,8 @@ ABSENT: dict[str, str] = {
         "each completion is used once: leave this out; `stages.N.updates_per_step` splits the "
         "completions of a step",
     ),
-    "max_epochs": "for SFT, DPO, KTO and reward models write `stages.N.epochs`; a completion is used "
-    "once: `stages.N.updates_per_step` splits the completions of a step",
+    "max_epochs": "for SFT, DPO, KTO and reward models write `stages.N.epochs`; a completion is "
+    "used once: `stages.N.updates_per_step` splits the completions of a step",
     **dict.fromkeys(
         (
             *(

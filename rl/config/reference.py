@@ -21,7 +21,8 @@ from rl.config.stage import AlgorithmOptions
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Written by `python -m rl.config.reference` from the schema; edit the descriptions where options are declared. -->
+<!-- Written by `python -m rl.config.reference` from the schema; edit the descriptions where
+options are declared. -->
 
 YAML files and overrides describe a run. They merge from left to right:
 
@@ -29,20 +30,21 @@ YAML files and overrides describe a run. They merge from left to right:
 rl-train --check configs/quickstart.yml seed=1 stages.1.steps=3
 ```
 
-`--check` checks keys, values, names, paths, the tokenizer and the first hundred rows of the data, prints the values
-that differ from the defaults, and stops. Mappings merge; any other value replaces the earlier one. An index changes an
-entry of a list (`stages.1.steps=3`). `data` has a task or a path: one that a later file names replaces the other.
-`every_stage` merges into all stages, `if_present` into the sections that exist. Unknown keys are refused with file,
-line and the right place or the nearest valid keys. Keys of TRL, verl, Tunix and OpenRLHF are refused with the key of
-Duet. All errors are reported at once. `1e-5` is a number.
-The value of an override is a number, `true`, `false`, `null`, a list, a mapping or a quoted text in YAML; any other text
-is the full text, with ` #`, blanks and line breaks. In a file ` #` begins a comment: quote a text that contains it.
-`--check` notes unquoted texts that end at one.
-An empty section has its defaults. A file has at most 262,144 characters and 20,000 values (an alias counts as all
-values that it repeats), nested at most 32 deep. Relative paths start at the working directory, and `~` is the home
-directory in every key and argument that is a path. The resolved
-configuration is saved as `config.yml` in the run's folder; running that file repeats the run. Editors show this
-reference on hover, and check keys and values while you write ([editors.md](editors.md)).
+`--check` checks keys, values, names, paths, the tokenizer and the first hundred rows of the data,
+prints the values that differ from the defaults, and stops. Mappings merge; any other value replaces
+the earlier one. An index changes an entry of a list (`stages.1.steps=3`). `data` has a task or a
+path: one that a later file names replaces the other. `every_stage` merges into all stages,
+`if_present` into the sections that exist. Unknown keys are refused with file, line and the right
+place or the nearest valid keys. Keys of TRL, verl, Tunix and OpenRLHF are refused with the key of
+Duet. All errors are reported at once. `1e-5` is a number. The value of an override is a number,
+`true`, `false`, `null`, a list, a mapping or a quoted text in YAML; any other text is the full
+text, with ` #`, blanks and line breaks. In a file ` #` begins a comment: quote a text that contains
+it. `--check` notes unquoted texts that end at one. An empty section has its defaults. A file has at
+most 262,144 characters and 20,000 values (an alias counts as all values that it repeats), nested at
+most 32 deep. Relative paths start at the working directory, and `~` is the home directory in every
+key and argument that is a path. The resolved configuration is saved as `config.yml` in the run's
+folder; running that file repeats the run. Editors show this reference on hover, and check keys and
+values while you write ([editors.md](editors.md)).
 
 If a section has a *short form*, a plain text sets that one key: `model: tiny-deepseek` is
 `model: {source: tiny-deepseek}`.

@@ -221,8 +221,8 @@ class RunConfig(Strict):
     )
     changes: list[Change] = Field(
         default=[],
-        description="values that a continued run replaced, in the order of the steps; written by the run, "
-        "not by you",
+        description="values that a continued run replaced, in the order of the steps; "
+        "written by the run, not by you",
     )
     every_stage: dict[str, Any] = Field(
         default={}, description="merged over each stage, e.g. to make any run small"

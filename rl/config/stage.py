@@ -69,8 +69,9 @@ else:
 
 
 class OptimizerOptions(Strict):
-    """The optimizer, its learning rates and where its moments live ([optimizers.md](optimizers.md)).
-    Weight decay acts on matrices, tables and kernels, and on no norm or bias.
+    """The optimizer, its learning rates and where its moments live
+    ([optimizers.md](optimizers.md)). Weight decay acts on matrices, tables and kernels, and on no
+    norm or bias.
 
     Options from `beta1` to `scale_parameter` belong to some optimizers. Such an option is null
     where its optimizer does not read it, and a value is refused there; the optimizer's own default

@@ -32,8 +32,8 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Dataset:
-    """Examples in the order of their source; a `RowOrder` shuffles them. `total`: number of rows in all
-    parts."""
+    """Examples in the order of their source; a `RowOrder` shuffles them. `total`: number of rows in
+    all parts."""
 
     examples: list[Example]
     name: str

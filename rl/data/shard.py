@@ -40,8 +40,8 @@ class Shard:
     sources: Sequence[str] | None = None
 
     def order(self, seed: int, examples: int = 1) -> RowOrder:
-        """Returns the order in which a stage takes the rows. examples: that it makes of each row; it
-        then takes these, numbered row by row."""
+        """Returns the order in which a stage takes the rows. examples: that it makes of each row;
+        it then takes these, numbered row by row."""
         parts = self.parts or [MixturePart("", self.total)]
         return RowOrder([replace(part, rows=part.rows * examples) for part in parts], seed)
 

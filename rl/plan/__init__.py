@@ -10,9 +10,10 @@ from pathlib import Path
 from rl.plan.slices import HOW
 
 HELP = """\
-Compiles the programs of a run for hardware that you do not have. Shows for each program, per device: memory,
-operations, HBM traffic, communication, and a lower bound of its time. If a program does not fit, suggests settings with
-which it does. With --search, chooses mesh, micro-batch and remat policy for the slice:
+Compiles the programs of a run for hardware that you do not have. Shows for each program, per
+device: memory, operations, HBM traffic, communication, and a lower bound of its time. If a program
+does not fit, suggests settings with which it does. With --search, chooses mesh, micro-batch and
+remat policy for the slice:
 
   rl plan configs/grpo_deepseek.yml --topology v5p:8x8x4
   rl plan configs/quickstart.yml mesh.fsdp=4 mesh.tensor=2 --topology cpu:8

@@ -308,10 +308,11 @@ def check_cut(graph: Graph, tolerance: float) -> Graph:
 
 
 def decoder_of(
-    options: ModelOptions, tokenizer, media: bool = False
+    options: ModelOptions, tokenizer: Tokenizer | None, media: bool = False
 ) -> tuple[DecoderConfig, np.ndarray | None]:
     """Returns the decoder of a run's model, and the token classes of n-gram tables with random
-    weights if it has such tables. `media`: with its towers."""
+    weights if it has such tables. tokenizer: of the run, read for a preset with towers or tables;
+    media: with its towers."""
     if (directory := models.directory(options.source)) is not None:
         return sources.read_config(directory, options.sections, media=media), None
     if media:
@@ -321,6 +322,7 @@ def decoder_of(
     decoder = sources.preset(options.source, options.changes)
     if options.engram is None:
         return decoder, None
+    assert tokenizer is not None  # callers read it where the model has tables
     classes, count = token_classes(tokenizer, decoder.vocab_size)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     changes = options.changes

@@ -62,7 +62,8 @@ def teach(config: RunConfig, options: TeachOptions) -> None:
     rows = stage.rows.own
     if (seen := next((row for row in rows if row.expanded is not None), None)) is not None:
         raise DataError(
-            f"{seen.expanded.references[0].where}: `rl teach` reads texts only; set model.media: never"
+            f"{seen.expanded.references[0].where}: `rl teach` reads texts only; set "
+            "model.media: never"
         )
     decoder = teachers.decoder_of(teacher_options)
     policy = checks.decoder_of(config.model)

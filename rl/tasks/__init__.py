@@ -5,7 +5,7 @@ yields mappings with `prompt`, optionally `completion`, and columns for the rewa
 
 A task file defines the frozen dataclass `Options`, whose fields are the keys of `data.options`, and
 
-    problems(options, split) -> list[TaskProblem]     deterministic; no problem occurs in both splits
+    problems(options, split) -> list[TaskProblem]   deterministic; no problem occurs in both splits
 
 A hash of its text decides the split of a problem (`is_held_out`), not a seed, so that no problem of
 the evaluation occurs in training.

@@ -52,9 +52,9 @@ def at_update(state: Any, update: jax.Array) -> Any:
 class WeightAxes:
     """What the rules of optimizers know of weights, by path.
 
-    names: logical axes of each weight. matrices: dimensions of the weights that products read: of all
-    but norms, embeddings, output heads, kernels of convolutions and vectors. layout: the mesh and its
-    rules.
+    names: logical axes of each weight. matrices: dimensions of the weights that products read: of
+    all but norms, embeddings, output heads, kernels of convolutions and vectors. layout: the mesh
+    and its rules.
 
     A matrix of a weight is what a product sums over times what it gives, with heads joined. Layers,
     experts, and groups of heads with inputs of their own are separate matrices.
@@ -270,7 +270,8 @@ def _uncut(cuts: list[tuple[str, ...]], sizes: dict[str, int]) -> list[Partition
 
 
 def _newton_schulz(x: jax.Array, steps: int) -> jax.Array:
-    """x: matrices [..., rows, columns]."""
+    """Returns `x` with its singular vectors and singular values near 1, by `steps` iterations. x:
+    matrices [..., rows, columns]."""
     a, b, c = NEWTON_SCHULZ
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
@@ -365,7 +366,8 @@ RULES: dict[str, Callable[[OptimizerOptions, WeightAxes], optax.GradientTransfor
 def operations(
     options: OptimizerOptions, axes: WeightAxes, sizes: Mapping[str, tuple[int, ...]]
 ) -> float:
-    """Returns the operations of the products of a step for weights of these sizes, on all devices."""
+    """Returns the operations of the products of a step for weights of these sizes, on all
+    devices."""
     count = _OPERATIONS.get(options.name)
     return 0.0 if count is None else sum(count(options, axes, sizes))
 

@@ -67,7 +67,7 @@ class RunState:
     projections: ParamState | None = None
 
     def learners(self, groups: Iterable[WeightGroup]) -> dict[WeightGroup, ParamState]:
-        """Returns these groups."""
+        """Returns these groups, which learn, with the states of their optimizers."""
         return {group: getattr(self, group) for group in groups}
 
     def with_learners(self, learners: Mapping[WeightGroup, ParamState]) -> RunState:

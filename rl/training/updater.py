@@ -94,8 +94,8 @@ class UpdateArguments:
 
     batch: a mini-batch, a multiple of `micro_rows` rows. inputs: its PolicyInputs. frozen: weights
     that do not learn in the update. tower_inputs: of the items of the table in `frozen`, if the
-    update trains a tower; None: it trains none. number: of the update in its stage, from 0, which its
-    learning rate follows from; None: the number of updates that changed the weights.
+    update trains a tower; None: it trains none. number: of the update in its stage, from 0, which
+    its learning rate follows from; None: the number of updates that changed the weights.
     """
 
     batch: Batch
@@ -160,8 +160,8 @@ def _first_step(group: WeightGroup, stage: StageOptions) -> int:
 class OptimizerStep:
     """One step of the optimizer of a group, in the jitted function of an update.
 
-    It clips the gradient by its norm, runs the optimizer and updates the selection biases of routers.
-    A step that is not finite, or whose gradient is exactly 0, changes nothing.
+    It clips the gradient by its norm, runs the optimizer and updates the selection biases of
+    routers. A step that is not finite, or whose gradient is exactly 0, changes nothing.
     """
 
     def __init__(
@@ -653,8 +653,8 @@ class _Clipping(NamedTuple):
     """How gradients are clipped.
 
     factors: of each gradient, by path. norm: of the gradients before, without those of prediction
-    modules that are clipped by their own norm. modules_norm: of the gradients of prediction modules;
-    None: there are none.
+    modules that are clipped by their own norm. modules_norm: of the gradients of prediction
+    modules; None: there are none.
     """
 
     factors: dict[str, jax.Array | float]

@@ -123,9 +123,9 @@ class LearningModel(Protocol):
 class Weights:
     """The weights that a loss reads, in groups. An absent group is empty.
 
-    policy, critic, projections, reward_model: as in WeightGroup. teacher: a frozen model, by its own
-    paths; its arrays may be quantised. table: the rows of pictures and sounds of the batch, which
-    frozen towers made, or towers that this update trains.
+    policy, critic, projections, reward_model: as in WeightGroup. teacher: a frozen model, by its
+    own paths; its arrays may be quantised. table: the rows of pictures and sounds of the batch,
+    which frozen towers made, or towers that this update trains.
     """
 
     policy: Params = field(default_factory=dict)

@@ -4,7 +4,8 @@ order.
 | a row has | as in |
 |---|---|
 | parts {"type": "image"} and a column `image` or `images` | TRL, Hugging Face datasets |
-| parts {"type": "image", "image": ...}, {"type": "image_url", "image_url": {"url": ...}} | Qwen, OpenAI |
+| parts {"type": "image", "image": ...} | Qwen |
+| parts {"type": "image_url", "image_url": {"url": ...}} | OpenAI |
 | texts and a column: the pictures come before the first text of the user | TRL |
 | `<image>` in a text, as often as the column has pictures | verl, LLaMA-Factory |
 

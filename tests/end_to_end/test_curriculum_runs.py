@@ -1,5 +1,5 @@
-"""Runs whose rows a curriculum chooses: the same bits after kills, and the order of one that chooses
-nothing."""
+"""Runs whose rows a curriculum chooses: the same bits after kills, and the order of one that
+chooses nothing."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Weights prepared for decoding: the same products, and the same decoder, as the policy's own arrays
-give."""
+"""Weights prepared for decoding: the same products, and the same decoder, as the policy's own
+arrays give."""
 
 import dataclasses
 from functools import partial

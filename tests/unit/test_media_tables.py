@@ -110,8 +110,8 @@ def test_text_prompts_are_completed_between_prompts_with_pictures():
 
 
 def test_a_stage_that_trains_a_tower_reads_inputs_and_one_that_does_not_encodes_none():
-    """In any order: the table of a frozen stage holds no inputs, so a stage that trains cannot go on
-    with it."""
+    """In any order: the table of a frozen stage holds no inputs, so a stage that trains cannot go
+    on with it."""
     one = case("Qwen3VL")
     tables = one.tables()
     frozen = tables.of(one.model.params, one.documents)

@@ -1,5 +1,5 @@
-"""Log-probabilities and entropies by tiles of the vocabulary, with logits that are kept and that are
-computed again, equal what plain automatic differentiation gives with all logits at hand."""
+"""Log-probabilities and entropies by tiles of the vocabulary, with logits that are kept and that
+are computed again, equal what plain automatic differentiation gives with all logits at hand."""
 
 import os
 import re

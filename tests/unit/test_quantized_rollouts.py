@@ -216,8 +216,8 @@ def test_a_latent_of_deepseek_v3_takes_576_bytes_and_nine_scales():
 
 
 def differences(model, options, seed=0) -> np.ndarray:
-    """|log-probability of the generator - of the trainer| of every token of some completions; prompts of many lengths,
-    more than there are slots, prefilled in chunks."""
+    """|log-probability of the generator - of the trainer| of every token of some completions;
+    prompts of many lengths, more than there are slots, prefilled in chunks."""
     rng, result = np.random.default_rng(seed), []
     prompts = [rng.integers(0, model.config.vocab_size, n).tolist() for n in (5, 9, 1, 20)]
     generator = Generator(

@@ -1,5 +1,5 @@
-"""Groups that come from the folder of an earlier run: they are the recorded ones, and what cannot be
-trained on is refused."""
+"""Groups that come from the folder of an earlier run: they are the recorded ones, and what cannot
+be trained on is refused."""
 
 import json
 from dataclasses import replace

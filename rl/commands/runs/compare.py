@@ -8,9 +8,10 @@ import os
 from rl.commands.runs.report import add_shared
 
 SUMMARY = "compare runs: curves on each other, or tables with --text"
-DESCRIPTION = """Write one HTML file in which the curves of two or more runs share their charts, with the difference of
-their configurations. With --text, print tables: first, last and best value of each headline metric, steps and seconds
-to each tenth of accuracy, and the keys of the configuration that differ."""
+DESCRIPTION = """Write one HTML file in which the curves of two or more runs share their charts,
+with the difference of their configurations. With --text, print tables: first, last and best value
+of each headline metric, steps and seconds to each tenth of accuracy, and the keys of the
+configuration that differ."""
 HELP = """examples:
   rl compare runs/a runs/b --open
   rl compare runs/a runs/b --text"""

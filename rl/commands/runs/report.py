@@ -6,8 +6,9 @@ import argparse
 import os
 
 SUMMARY = "write a run as one HTML file: curves, evaluations, samples, configuration"
-DESCRIPTION = """Write one HTML file about a run, or about several runs whose curves share their charts. The file loads
-nothing from the network. A run that is still going on can be reported at any time."""
+DESCRIPTION = """Write one HTML file about a run, or about several runs whose curves share their
+charts. The file loads nothing from the network. A run that is still going on can be reported at any
+time."""
 HELP = """examples:
   rl report runs/quickstart-1 --open
   rl report runs/a --against runs/b --stage grpo --steps 100:200 -o a.html

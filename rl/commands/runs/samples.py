@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 SUMMARY = "list the samples of a run by a filter, token by token, or score them again"
 DESCRIPTION = "List the samples of a run, the newest first. A single match is shown in full."
-HELP = """a filter is one line of terms, all of which a sample must meet; a leading `-` negates a term:
+HELP = """\
+a filter is one line of terms, all of which a sample must meet; a leading `-` negates a term:
   step:100-200  reward<0.5  reward.format=0  len>800  adv>1  gap>0.01  prompt:123
   stage:grpo  finish:length  fault:timeout  fault  eval  unscored  signal
   "some words"  /regular expression/  /ignoring case/i
@@ -26,7 +27,8 @@ examples:
   rl samples runs/a --json -eval
   rl samples runs/a 'step:100-' --rescore my_reward.py:correct
 
-exit codes: 0 done; 2 no run there, or a filter or a reward that cannot be used; 3 the samples changed meanwhile"""
+exit codes: 0 done; 2 no run there, or a filter or a reward that cannot be used; 3 the samples
+changed meanwhile"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 SUMMARY = "end a run after its step, with its weights exported"
 DESCRIPTION = """\
-Asks a run to stop. It finishes its step, saves a checkpoint, writes its weights to export/ and ends with exit code 0.
-`rl-train RUN` continues it (docs/stopping.md)."""
-HELP = """exit codes: 0 stopped, or ended before; 2 no run there, one that is not running and was not finished, or one that
-goes on since the request was withdrawn; 5 the folder cannot be written; 76 the run was killed meanwhile; any other: that
-of the run, which ended with an error"""
+Asks a run to stop. It finishes its step, saves a checkpoint, writes its weights to export/ and ends
+with exit code 0. `rl-train RUN` continues it (docs/stopping.md)."""
+HELP = """exit codes: 0 stopped, or ended before; 2 no run there, one that is not running and was
+not finished, or one that goes on since the request was withdrawn; 5 the folder cannot be written;
+76 the run was killed meanwhile; any other: that of the run, which ended with an error"""
 
 _PAUSE_S = 0.2
 _GONE_S = 5.0

@@ -6,8 +6,8 @@ import argparse
 import os
 
 SUMMARY = "show every sample of a run in a browser, token by token"
-DESCRIPTION = """Serve a page on this machine that lists the samples of a run by a filter, and shows each with its
-tokens, its group and its rewards. A run that is still going on is followed."""
+DESCRIPTION = """Serve a page on this machine that lists the samples of a run by a filter, and shows
+each with its tokens, its group and its rewards. A run that is still going on is followed."""
 HELP = """examples:
   rl view runs/a
   rl view runs/a --no-open --port 8090        # then: ssh -L 8090:localhost:8090 MACHINE

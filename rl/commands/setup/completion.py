@@ -12,8 +12,8 @@ from types import ModuleType
 
 SUMMARY = "script by which a shell completes rl and rl-train"
 DESCRIPTION = """\
-Prints a script that completes verbs, options, files, keys of a configuration and their values. Load it when the shell
-starts (docs/editors.md):
+Prints a script that completes verbs, options, files, keys of a configuration and their values. Load
+it when the shell starts (docs/editors.md):
 
   bash   eval "$(rl completion bash)"                              in ~/.bashrc
   zsh    eval "$(rl completion zsh)"                               in ~/.zshrc, after compinit
@@ -32,7 +32,8 @@ _KINDS = {
 }
 
 _BASH = r"""
-# Completes files, keys and values of a configuration. Bash cuts words at `=`, so a value goes without its key.
+# Completes files, keys and values of a configuration. Bash cuts words at `=`, so a value goes
+# without its key.
 _duet_config() {
   local line="${COMP_LINE:0:COMP_POINT}" cut="" word candidate
   local -a words

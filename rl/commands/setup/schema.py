@@ -7,8 +7,8 @@ import argparse
 
 SUMMARY = "JSON Schema of a configuration, for editors"
 DESCRIPTION = """\
-Prints the JSON Schema of a configuration, with the rewards that installed packages bring. Point an editor to it by the
-first line of a YAML file (docs/editors.md):
+Prints the JSON Schema of a configuration, with the rewards that installed packages bring. Point an
+editor to it by the first line of a YAML file (docs/editors.md):
 
   rl schema > duet.schema.json
   # yaml-language-server: $schema=duet.schema.json

@@ -166,8 +166,8 @@ _OPTIONS = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 def options_model(name: str, fields: Mapping[str, TypedField]) -> type[BaseModel]:
-    """Returns a model of options that are declared outside a section. fields: key -> (type, pydantic
-    field)."""
+    """Returns a model of options that are declared outside a section. fields: key -> (type,
+    pydantic field)."""
     keys: dict[str, Any] = {**fields}
     return create_model(name, __config__=_OPTIONS, **keys)
 

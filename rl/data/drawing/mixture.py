@@ -51,7 +51,8 @@ class Mixture:
 
     With N datasets, shares p and d = 1 / (2N - 2), row number j of a dataset (from 1) may come from
     place (j - 1 + d) / p on and comes by place (j - d) / p. Of the rows that may come in a place,
-    the one whose last place is the earliest does. The sequence repeats after the sum of the weights.
+    the one whose last place is the earliest does. The sequence repeats after the sum of the
+    weights.
     """
 
     def __init__(self, weights: Sequence[int]):

@@ -15,8 +15,8 @@ _ORDER: dict[Level, int] = {"refuse": 0, "warn": 1, "note": 2}
 
 
 def check_stages(stages: Sequence[StageRows], random_weights: bool = False) -> list[Fault]:
-    """Returns the faults that all checks see but that of the reward (13): refusals first, then in the
-    order of the checks.
+    """Returns the faults that all checks see but that of the reward (13): refusals first, then in
+    the order of the checks.
 
     random_weights: whether the run starts from random weights.
     """

@@ -94,11 +94,8 @@ def _stage(config: RunConfig, index: int) -> Iterator[str]:
     clip = f"; gradients are clipped to norm {optimizer.clip_norm:g}" if optimizer.clip_norm else ""
     name = _OPTIMIZERS.get(optimizer.name, optimizer.name.capitalize())
     yield f"  {name:8} learning rate {optimizer.learning_rate:g}, {optimizer.schedule}{warm}{clip}"
-    changed = _changed(algorithm)
-    yield (
-        "  changed  "
-        f"{', '.join(changed) if changed else 'nothing: every option of the algorithm has its default'}"
-    )
+    changed = ", ".join(_changed(algorithm))
+    yield f"  changed  {changed or 'nothing: every option of the algorithm has its default'}"
 
 
 def _in_all(stage: StageOptions, sequences: int, unit: str, samples: bool) -> str:

@@ -36,8 +36,8 @@ class ProbeResult:
     cut: share that ran into max_new_tokens. stops: share that ended with each stop. reward_mean,
     reward_std: over the scored completions; None without one. scored: share with a score. signal:
     share of groups whose rewards differ; None for groups of one. faults: failed scores. seconds:
-    time of the probe. logp_diff: mean difference of the log-probabilities of generator and trainer; None
-    where it was not measured.
+    time of the probe. logp_diff: mean difference of the log-probabilities of generator and trainer;
+    None where it was not measured.
     """
 
     stage: str

@@ -171,7 +171,8 @@ class MediaTables:
     are completed at once.
 
     `forget` drops the last table after an update that changes the towers; `start_stage` drops it
-    where the training of towers begins or ends, since the tables of such stages alone hold `inputs`.
+    where the training of towers begins or ends, since the tables of such stages alone hold
+    `inputs`.
     """
 
     encoder: MediaEncoder

@@ -2,8 +2,8 @@
 
 The table of frozen towers is a constant of the update. If a tower is trained, the update encodes
 the items itself; the gradient of the table is summed over the micro-batches, and then goes backward
-through the towers a few items at a time. So the activations of a few items are on the device at a time,
-whatever the size of the batch.
+through the towers a few items at a time. So the activations of a few items are on the device at a
+time, whatever the size of the batch.
 """
 
 from __future__ import annotations

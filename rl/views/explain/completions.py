@@ -20,8 +20,8 @@ LENGTH_PAID = 0.5
 NEVER_ENDS = 0.98
 MARKER_SHARE = 0.2
 MARKERS = re.compile(
-    r"<\|(?:user|assistant|system|end|im_start|im_end|start_header_id|eot_id|endoftext)\|>|\[/?INST\]"
-    r"|<(?:start|end)_of_turn>"
+    r"<\|(?:user|assistant|system|end|im_start|im_end|start_header_id|eot_id|endoftext)\|>"
+    r"|\[/?INST\]|<(?:start|end)_of_turn>"
     r"|\n(?:User|Human|Assistant|Question|Q):|### (?:Instruction|Response)"
 )
 """Marks of a turn in chat templates, and in plain prompts that imitate one."""
@@ -52,7 +52,8 @@ def length(stage: StageRecord) -> Iterator[Fault]:
                 cause="The reward pays for length"
                 if paid >= LENGTH_PAID
                 else "Longer completions do not score better, or are cut",
-                change="Add the reward `soft_overlong` or `length`, and check what the reward counts",
+                change="Add the reward `soft_overlong` or `length`, and check what the reward "
+                "counts",
                 name="length runaway",
                 stage=stage.name,
                 step=lengths.since(lambda value: value >= LENGTH_GROWTH * start),
@@ -116,8 +117,8 @@ def truncated(stage: StageRecord) -> Iterator[Fault]:
                 if marked >= MARKER_SHARE
                 else ""
             ),
-            cause="The policy's end of turn is no stop, the prompt is not rendered by the template it "
-            "was trained with, or it never learned to end",
+            cause="The policy's end of turn is no stop, the prompt is not rendered by the template "
+            "it was trained with, or it never learned to end",
             change=f"Run `rl inspect {quoted(stage.run.path)}`; set "
             f"{stage.key('sampling.stop_token_ids')}, tokenizer.chat_template or data.chat",
             name="wrong template or stop token",
@@ -131,7 +132,8 @@ def truncated(stage: StageRecord) -> Iterator[Fault]:
         yield Fault(
             f"{cut.last:.0%} of the completions are cut at {limit} tokens "
             f"(completion/truncated_ratio){usual}",
-            cause="They get no score for what they would have said, and the policy never sees their end",
+            cause="They get no score for what they would have said, and the policy never sees "
+            "their end",
             change=f"Raise {stage.named('sampling.max_new_tokens')} and max_length, or set "
             "algorithm.mask_truncated: true",
             name="clipped completions",

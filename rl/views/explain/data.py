@@ -150,8 +150,8 @@ def training_below_evaluation(stage: StageRecord) -> Iterator[Fault]:
     yield Fault(
         f"reward/mean is {reward.values[0]:.2g} at step {reward.steps[0]}, eval/reward_mean "
         f"{start:.2g} before it",
-        cause="The same weights do far worse on the training prompts, which are rendered in another "
-        "form, or are harder",
+        cause="The same weights do far worse on the training prompts, which are rendered in "
+        "another form, or are harder",
         change=f"Compare both with `rl inspect {quoted(stage.run.path)}`; set "
         f"{stage.setting('data')[1]}.chat, system or prompt_template",
         name="wrong template",

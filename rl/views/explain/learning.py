@@ -191,8 +191,9 @@ def entropy(stage: StageRecord) -> Iterator[Fault]:
                 f"entropy fell from {start:.2g} to {series.last:.2g} nats per token"
                 + (f" within {steps} steps" if fast else ""),
                 cause="The samples of a group become equal, and nothing is explored",
-                change=f"Lower {stage.named('optimizer.learning_rate')}, raise algorithm.epsilon_high, "
-                "or set algorithm.entropy_coef; check what the reward pays for",
+                change=f"Lower {stage.named('optimizer.learning_rate')}, raise "
+                "algorithm.epsilon_high, or set algorithm.entropy_coef; check what the reward "
+                "pays for",
                 name="entropy collapse",
                 stage=stage.name,
                 step=series.since(lambda value: value <= ENTROPY_LEFT * start),
@@ -236,8 +237,8 @@ def disagreement(stage: StageRecord) -> Iterator[Fault]:
     yield Fault(
         f"sampler/logp_diff_mean is {series.last:.2g}, above {limit:g}",
         cause="They compute different probabilities for the same tokens",
-        change=f"Set {stage.key('algorithm.correction')}: token_truncate, generator.exact: true, or a "
-        "wider model.dtype",
+        change=f"Set {stage.key('algorithm.correction')}: token_truncate, "
+        "generator.exact: true, or a wider model.dtype",
         name="generator and trainer disagree",
         stage=stage.name,
         step=series.since(lambda value: value > limit),

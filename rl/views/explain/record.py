@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -332,7 +333,8 @@ def _series(rows: list[tuple[int, JsonObject]], metric: str) -> Series:
     pairs = [
         (step, float(value))
         for step, metrics in rows
-        if isinstance(value := metrics.get(metric), (int, float)) and math.isfinite(value)
+        if isinstance(value := metrics.get(metric), (int, float))
+        and abs(value) <= sys.float_info.max  # an integer may be larger than any float
     ]
     return Series([step for step, _ in pairs], [value for _, value in pairs])
 

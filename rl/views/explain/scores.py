@@ -82,8 +82,8 @@ def unscored_evaluations(stage: StageRecord) -> Iterator[Fault]:
         f"{count:.0f} of {every:.0f} completions of the last evaluation have no score "
         "(eval/unscored)",
         cause="A reward fails on them or does not apply, and the accuracy is that of the others",
-        change=f"Read some (`rl samples {quoted(stage.run.path)} 'eval unscored'`), then `rl reward test "
-        "FUNCTION`",
+        change=f"Read some (`rl samples {quoted(stage.run.path)} 'eval unscored'`), then `rl "
+        "reward test FUNCTION`",
         name="evaluation without scores",
         stage=stage.name,
         step=unscored.since(lambda value: value > 0),
@@ -145,8 +145,8 @@ def exploited(stage: StageRecord) -> Iterator[Fault]:
         f"reward/mean rose from {reward.first:.3g} to {reward.last:.3g}, eval/greedy_accuracy "
         f"fell from {accuracy.values[0]:.3g} to {accuracy.values[-1]:.3g}",
         cause="The policy learns something that the reward pays for and the evaluation does not",
-        change=f"Read the best samples (`rl samples {quoted(stage.run.path)} --sort reward`), and mend "
-        "the reward",
+        change=f"Read the best samples (`rl samples {quoted(stage.run.path)} --sort reward`), and "
+        "mend the reward",
         name="reward exploited",
         stage=stage.name,
         step=accuracy.steps[-1],

@@ -44,7 +44,8 @@ def learning_rate_too_low(stage: StageRecord) -> Iterator[Fault]:
         f"optim/lr is at most {rate.largest:.2g}, so {stage.steps} steps moved a weight by at "
         f"most {moved:.2g}{stays}",
         cause="The policy stays what it was",
-        change=f"Raise {stage.named('optimizer.learning_rate')}; usual are 1e-6 to 1e-5 for full models",
+        change=f"Raise {stage.named('optimizer.learning_rate')}; usual are 1e-6 to 1e-5 for "
+        "full models",
         name="learning rate too low",
         stage=stage.name,
         step=rate.steps[0],
@@ -121,8 +122,8 @@ def dropped_groups(stage: StageRecord) -> Iterator[Fault]:
         f"dynamic sampling keeps {kept.last:.0%} of the groups, so {unfilled.last:.0f} of the "
         f"{prompts} groups of a step have equal rewards",
         cause="Hardly a problem is neither too hard nor too easy, or the reward is constant",
-        change=f"Read samples (`rl samples {quoted(stage.run.path)}`) and test the reward; use other "
-        f"problems, or more {stage.named('samples_per_prompt')}",
+        change=f"Read samples (`rl samples {quoted(stage.run.path)}`) and test the reward; use "
+        f"other problems, or more {stage.named('samples_per_prompt')}",
         name="groups dropped",
         stage=stage.name,
         step=kept.since(lambda share: share <= KEPT_SHARE) or kept.steps[0],

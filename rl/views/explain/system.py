@@ -62,7 +62,8 @@ def memory(stage: StageRecord) -> Iterator[Fault]:
         until = f", full in about {soon:.0f} steps" if soon <= left else ""
         yield Fault(
             f"{series.last:.0%} of the {where} is in use{until} ({metric})",
-            cause="A longer batch, or growth, ends the run with exit code 5 or a kill by the system",
+            cause="A longer batch, or growth, ends the run with exit code 5 or a kill by the "
+            "system",
             change=change,
             name="memory near its end",
             stage=stage.name,

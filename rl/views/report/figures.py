@@ -29,11 +29,12 @@ _BUCKETS = (
 _MOST_SMALL = 240  # charts of metrics beyond the headline charts; more are named only
 _TOOLS = """<div class="tools" hidden><label>smoothing
 <input id="smooth" type="range" min="0" max="0.98" step="0.02" value="0"></label>
-<label>scale <select id="scale"><option value="auto">automatic</option><option value="log">logarithmic</option>
+<label>scale <select id="scale"><option value="auto">automatic</option>
+<option value="log">logarithmic</option>
 <option value="linear">linear</option></select></label>
 <span>drag over a chart to zoom</span><button id="reset" hidden>show all steps</button></div>"""
-_BANDS = """<p class="about lead">A point of a curve is the mean of up to {count:,} steps. The band around it reaches
-from their lowest to their highest value.</p>"""
+_BANDS = """<p class="about lead">A point of a curve is the mean of up to {count:,} steps. The band
+around it reaches from their lowest to their highest value.</p>"""
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,8 @@ def figures(runs: Sequence[RecordedRun], axis: Axis, against: RecordedRun | None
         default=1,
     )
     bands = _BANDS.format(count=count) if count > 1 else ""
-    drawn = (
-        "<div "
-        f'class="charts">{"".join(large)}</div>{quiet}{_other(small, constant, changing[_MOST_SMALL:])}'
-    )
+    others = _other(small, constant, changing[_MOST_SMALL:])
+    drawn = f'<div class="charts">{"".join(large)}</div>{quiet}{others}'
     return Figures(f'<section id="charts"><h2>Charts</h2>{bands}{_TOOLS}{drawn}</section>', numbers)
 
 

@@ -23,7 +23,10 @@ _CAPS = (
     200,
     60,
 )  # bytes of a text, tried in this order
-_EXPLAINED = """best and worst reward, largest gap between generator and trainer, longest, cut off, faulted, and random"""
+_EXPLAINED = (
+    "best and worst reward, largest gap between generator and trainer, longest, cut off, faulted, "
+    "and random"
+)
 
 
 def listing(
@@ -39,7 +42,10 @@ def listing(
     items = []
     size = 0
     sizes = [len(content) for _, record in every for content in _texts(record)]
-    write = lambda run, record, cap: _sample(run if len(runs) > 1 else None, record, embedded, cap)  # noqa: E731
+
+    def write(run: RecordedRun, record: samples.ChosenSample, cap: int) -> str:
+        return _sample(run if len(runs) > 1 else None, record, embedded, cap)
+
     for cap in _CAPS:
         if sum(min(each, cap) for each in sizes) > room:
             continue

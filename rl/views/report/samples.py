@@ -31,8 +31,8 @@ _BLOCKS = 64
 
 
 class ChosenSample(TypedDict):
-    """What choosing adds to a line: the reasons, and the gap if it is known. The other keys are those
-    of the line as it was read."""
+    """What choosing adds to a line: the reasons, and the gap if it is known. The other keys are
+    those of the line as it was read."""
 
     why: list[str]
     gap: NotRequired[float]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from policy.json_types import JsonValue, as_object, as_objects
+from policy.json_types import JsonObject, JsonValue, as_object, as_objects
 from rl.config.stage_names import stage_names
 from rl.views.report import settings, summary
 from rl.views.report.plans import ACCURACY
@@ -319,10 +319,8 @@ def evaluation_table(runs: Sequence[RecordedRun]) -> str:
     head = [*(["run"] if len(runs) > 1 else []), *head, "problems"]
     shift = len(runs) > 1
     right = [n + shift for n in (1, 2)] + list(range(5 + shift, len(head)))
-    return (
-        "<div "
-        f'class="card">{table(head, rows, right, "scroll tall" if len(rows) > 14 else "scroll")}</div>'
-    )
+    scroll = "scroll tall" if len(rows) > 14 else "scroll"
+    return f'<div class="card">{table(head, rows, right, scroll)}</div>'
 
 
 def _spread(every: Sequence[_Row]) -> Sequence[_Row]:
@@ -421,7 +419,10 @@ def _setting(value: JsonValue) -> str:
 
 def programs(run: RecordedRun) -> str:
     """Returns the table of compiled programs by peak memory, or ""."""
-    size = lambda each, key: each[key] if isinstance(each.get(key), (int, float)) else 0  # noqa: E731
+
+    def size(program: JsonObject, key: str) -> float:
+        return number if isinstance(number := program.get(key), (int, float)) else 0
+
     rows = [
         [
             esc(each.get("name", "?")),

@@ -80,8 +80,8 @@ CREATE TABLE fault (sample INTEGER, kind INTEGER, PRIMARY KEY (sample, kind)) WI
 """
 _SAMPLE_COLUMNS = 21
 _SELECTED = """
-SELECT size, same, prompt, step, sample, version, n_prompt, len, stage, finish, eval, reward, advantage,
-gap FROM sample WHERE id = ?
+SELECT size, same, prompt, step, sample, version, n_prompt, len, stage, finish, eval, reward,
+advantage, gap FROM sample WHERE id = ?
 """
 _OFFSET_BITS = 40
 _OFFSET = (1 << _OFFSET_BITS) - 1

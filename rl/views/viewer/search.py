@@ -39,7 +39,7 @@ class SamplePlace:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The file of samples.jsonl that has the line."""
         return self.numbers.segment.path
 
     def record(self) -> SampleRecord:

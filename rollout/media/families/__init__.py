@@ -1,2 +1,2 @@
-"""Processors of the families: contents to the inputs of their towers, one file a processor. Each has
-the name of the class of transformers, `CLASS`, and `read`."""
+"""Processors of the families: contents to the inputs of their towers, one file a processor. Each
+has the name of the class of transformers, `CLASS`, and `read`."""

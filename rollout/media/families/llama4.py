@@ -74,7 +74,9 @@ class Llama4(Processor):
             tokens["tile_x_separator_token"].join([rows] * wide) + tokens["tile_y_separator_token"]
         )
         tiles = line * high if high * wide > 1 else ""
-        return f"{tokens['start_of_image_token']}{tiles}{tokens['image_token']}{rows}{tokens['end_of_image_token']}"
+        start = tokens["start_of_image_token"]
+        end = tokens["end_of_image_token"]
+        return f"{start}{tiles}{tokens['image_token']}{rows}{end}"
 
     def values(self, content: np.ndarray, rate: int) -> list[np.ndarray]:
         """Returns float32[N, channel * y * x] of each tile, row by row of tiles, with the full
