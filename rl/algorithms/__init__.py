@@ -2,29 +2,29 @@
 
 An algorithm file defines the frozen dataclass `Algorithm`. Its fields are its YAML keys. It defines
 
-    stage                               the kind of stage that runs it: a file of rl/stages/
-    inputs, repeated_inputs             names of rl/stages/inputs.py that the stage provides; the
-    second: further inputs
-                                        if a step makes several updates
-    select_old_logp(Batch or PolicyInputs)
-                                        which log-probabilities are the old ones, with rollouts
-    adaptive_coefs                      initial values of the scalars that it adapts during
-    training; the loss reads
-                                        PolicyInputs.adaptive_coefs
-    adapt_after_update(...), adapt_after_step(...)
-                                        their next values, after an update and after a step
-    with_coefs(coefs)                   the algorithm with these values, for `advantages` on the
-    host with_totals(PolicyInputs)           the mini-batch with its counts, before it is cut into
-    micro-batches metric_names                        metrics of the loss that docs/metrics.md lacks
-    loss(PolicyInputs)                  device: (scalar, metrics), differentiable in logp and
-    entropy per_token(Tokens)                   device: (loss of each token, metrics), for a
-    `PolicyGradient` advantages(rewards, lengths)        host, with rollouts: float[P,G], NaN: no
-    score -> float[P,G], or
-                                        float[P,G,T] of tokens; further inputs come by name
-    estimate(rewards, lengths, batch)   host: (advantages, returns or None, metrics); calls
-    `advantages` by default value_loss(...), correct(...), critic_trunk, critic_warmup,
-    value_init_std
-                                        with a critic; see `ppo`
+    stage                          the kind of stage that runs it: a file of rl/stages/
+    inputs                         names of rl/stages/inputs.py that the stage provides
+    repeated_inputs                further inputs, if a step makes several updates
+    select_old_logp(...)           which array of a Batch or PolicyInputs holds the old
+                                   log-probabilities, with rollouts
+    adaptive_coefs                 initial values of the scalars that it adapts during training;
+                                   the loss reads PolicyInputs.adaptive_coefs
+    adapt_after_update(...)        their values after an update
+    adapt_after_step(...)          their values after a step
+    with_coefs(coefs)              the algorithm with these values, for `advantages` on the host
+    with_totals(PolicyInputs)      the mini-batch with its counts, before it is cut into
+                                   micro-batches
+    metric_names                   metrics of the loss that docs/metrics.md lacks
+    loss(PolicyInputs)             device: (scalar, metrics), differentiable in logp and entropy
+    per_token(Tokens)              device: (loss of each token, metrics), for a `PolicyGradient`
+    advantages(rewards, lengths)   host, with rollouts: float[P,G], NaN where a completion has no
+                                   score -> float[P,G], or float[P,G,T] of tokens; further inputs
+                                   come by name
+    estimate(rewards, lengths, batch)
+                                   host: (advantages, returns or None, metrics); calls `advantages`
+                                   by default
+    value_loss(...), correct(...), critic_trunk, critic_warmup, value_init_std
+                                   with a critic; see `ppo`
 
 The trainer knows no algorithm by name. Nothing here imports jax before `PolicyInputs` or a loss is
 asked for: `get` also serves the check of a configuration.

@@ -55,6 +55,8 @@ class PolicyInputs:
     prompt: jax.Array | None = (
         None  # int[N], or [N,T] for packed rows: index of the group; -1: padding
     )
+    full_mask: jax.Array | None = None  # [N,T] the mask with dropped tokens that count in no mean
+    num_full_tokens: jax.Array | None = None  # scalar: sum of full_mask over the mini-batch
     num_tokens: jax.Array | None = (
         None  # scalar: sum of mask over the mini-batch; None: counted here
     )

@@ -236,11 +236,12 @@ def clamp(log_ratio: jax.Array) -> jax.Array:
 
 
 def importance_ratio(kind: str, tokens: Tokens) -> jax.Array:
-    """Returns exp(lp - lo), [N,T].
+    """Returns the ratio that the loss clips, [N,T]: exp of a log-ratio, which is bounded by
+    MAX_LOG_RATIO, or above by MAX_SEQUENCE_LOG_RATIO.
 
-    token: the ratio of the token. sequence: the mean log-ratio of the sequence. sequence_token: the
-    value of `sequence` with the gradient of the token. sequence_sum: the sum of the log-ratios of
-    the sequence.
+    The log-ratio by `kind`. token: lp - lo of the token. sequence: its mean over the sequence.
+    sequence_token: the value of `sequence` with the gradient of the token. sequence_sum: the sum
+    over the sequence.
     """
     log_ratio = tokens.log_ratio
     highest = MAX_LOG_RATIO
@@ -332,7 +333,12 @@ def _bounded_weight(
 
 def correction(options: Any, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (detached weight [N,T] of the loss of each token, metrics) for the difference of
-    sampler and trainer."""
+    sampler and trainer.
+
+    Both are of all tokens that a sampler drew, those that `without_rejected` took out of the mask
+    among them.
+    """
+    tokens = with_rejected(tokens)
     assert tokens.sampler is not None  # callers check it
     trainer = jax.lax.stop_gradient(tokens.logp) if options.old_logp == "sampler" else tokens.old
     difference = trainer - tokens.sampler
@@ -365,30 +371,50 @@ def correction(options: Any, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.A
 
 
 def without_rejected(options: Any, inputs: PolicyInputs) -> PolicyInputs:
-    """Returns the batch with a mask of 0 on tokens that correction or rejection drops.
+    """Returns the batch with a mask of 0 on tokens that correction or rejection drops, and with the
+    mask before; a batch that has both as it is.
 
     Raises ValueError without old_logp and sampler_logp.
     """
+    if inputs.full_mask is not None:
+        return inputs
     tokens = _before_the_update(inputs, "rejection_changes_denominator")
     assert tokens.sampler is not None
     difference = tokens.old - tokens.sampler
     kept = _bounded_weight(options, tokens, difference)[0] > 0
     if options.rejection is not None:
         kept &= ~_rejected(options, tokens, difference)
-    return dataclasses.replace(inputs, mask=jnp.where(kept, inputs.mask, 0))
+    return dataclasses.replace(
+        inputs,
+        mask=jnp.where(kept, inputs.mask, 0),
+        full_mask=inputs.mask,
+        num_full_tokens=tokens.mask.sum().astype(jnp.float32),
+    )
+
+
+def with_rejected(tokens: Tokens) -> Tokens:
+    """Returns the tokens under the mask before `without_rejected`, whose means are over that mask
+    too."""
+    inputs = tokens.inputs
+    if inputs.full_mask is None:
+        return tokens
+    return tokens_of(
+        dataclasses.replace(inputs, mask=inputs.full_mask, num_tokens=inputs.num_full_tokens)
+    )
 
 
 def with_mean_weight(options: Any, inputs: PolicyInputs) -> PolicyInputs:
     """Returns the batch, which holds its totals, with the mean weight of `correction` over its
-    tokens.
+    tokens, without those that `without_rejected` took out of the mask.
 
     Raises ValueError without old_logp and sampler_logp.
     """
     if inputs.mean_weight is not None:
         return inputs
     tokens = _before_the_update(inputs, "correction_normalize")
-    assert tokens.sampler is not None
-    weight = _bounded_weight(options, tokens, tokens.old - tokens.sampler)[0]
+    full = with_rejected(tokens)
+    assert full.sampler is not None
+    weight = _bounded_weight(options, full, full.old - full.sampler)[0]
     return dataclasses.replace(inputs, mean_weight=tokens.mean(weight))
 
 

@@ -42,8 +42,8 @@ class TokenFlags(TrainedLoss, Protocol):
     """An algorithm whose updates report what they computed of each token."""
 
     def token_flags(self, inputs: PolicyInputs) -> jax.Array | None:
-        """Returns uint8[R, T], the bits of rl/algorithms/_token_flags.py; None: the loss cuts off
-        no token."""
+        """Returns uint8[R, T], the bits of rl/algorithms/_token_flags.py; None: the loss reports
+        none."""
         ...
 
 

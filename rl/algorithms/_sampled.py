@@ -54,7 +54,7 @@ class Sampled:
 
     def token_flags(self, inputs: PolicyInputs) -> jax.Array | None:
         """Returns uint8[N,T]: which tokens of a PolicyInputs clipping or the sampler correction
-        cuts off; None: none."""
+        cuts off; None: the loss does not say."""
         return None
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from rl.algorithms._inputs import PolicyInputs
-from rl.algorithms._losses import correction, importance_ratio, tokens_of
+from rl.algorithms._losses import correction, importance_ratio, tokens_of, with_rejected
 
 CLIPPED_LOW = 4
 CLIPPED_HIGH = 8
@@ -21,7 +21,7 @@ gives it the weight 0."""
 
 def token_flags(options: Any, inputs: PolicyInputs) -> jax.Array:
     """Returns uint8[N,T], the bits of each token under the policy-gradient loss `options`; 0
-    outside the mask.
+    outside the mask that the batch came with.
 
     Losses without `clip_bounds` clip no ratio.
     """
@@ -34,6 +34,8 @@ def token_flags(options: Any, inputs: PolicyInputs) -> jax.Array:
         ratio = importance_ratio(getattr(options, "ratio", "token"), tokens)
         flags += CLIPPED_LOW * ((ratio < bounds[0]) & (tokens.advantages < 0)).astype(jnp.uint8)
         flags += CLIPPED_HIGH * ((ratio > bounds[1]) & (tokens.advantages > 0)).astype(jnp.uint8)
+    flags = jnp.where(tokens.mask, flags, 0)
     if tokens.sampler is not None:
-        flags += DROPPED * (correction(options, tokens)[0] == 0).astype(jnp.uint8)
-    return jnp.where(tokens.mask, flags, 0).astype(jnp.uint8)
+        dropped = correction(options, tokens)[0] == 0
+        flags += DROPPED * (with_rejected(tokens).mask & dropped).astype(jnp.uint8)
+    return flags.astype(jnp.uint8)

@@ -1,12 +1,9 @@
 """Group relative policy optimisation: the baseline of a completion is the mean reward of its group.
 
-The defaults are those of TRL: token aggregation and no KL term, as in DAPO (arXiv:2503.14476).
-These options give other algorithms:
-
-    DeepSeekMath (arXiv:2402.03300)  aggregation: sequence, kl_coef: 0.04
-    Dr.GRPO (arXiv:2503.20783)       scale: none, aggregation: constant
-    GSPO (arXiv:2507.18071)          ratio: sequence, aggregation: sequence, epsilon: 3e-4,
-    epsilon_high: 4e-4
+The defaults of the loss are those of TRL 1.16: token aggregation and no KL term, as in DAPO
+(arXiv:2503.14476). One differs: with vLLM, TRL masks sequences by the difference of sampler and
+trainer, here `correction: sequence_mask`. DeepSeekMath (arXiv:2402.03300) has `aggregation:
+sequence` and `kl_coef: 0.04`. `dr_grpo` and `gspo` are this algorithm with other defaults.
 """
 
 from __future__ import annotations

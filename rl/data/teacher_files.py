@@ -5,17 +5,15 @@ A directory holds teacher.json and part-00000.safetensors, part-00001.safetensor
 order of the dataset, so neither packing nor shuffling moves them. A part of r rows with n tokens, m
 of which are trained on, holds
 
-    tokens int32[n], mask uint8[n], starts int64[r + 1]     the rows; row i is starts[i] .. starts[i
-    + 1]
-    scored int64[r + 1]                                     the same for the m tokens that are
-    trained on
-    top_ids uint32[m, K], top_logp float[m, K]              the K likeliest tokens, likeliest first,
-    and their
-                                                            log-probabilities
-    rest float[m]                                           the logarithm of the probability of all
-    other tokens row_sha256, top_sha256 uint8[r, 32]                     hashes of each row: of its
-    tokens and mask, and of its
-                                                            numbers
+    tokens int32[n]           the ids of the rows, one after the other
+    mask uint8[n]             1 where a token is trained on
+    starts int64[r + 1]       row i is starts[i] .. starts[i + 1]
+    scored int64[r + 1]       the same for the m tokens that are trained on
+    top_ids uint32[m, K]      the K likeliest tokens, likeliest first
+    top_logp float[m, K]      their log-probabilities
+    rest float[m]             the logarithm of the probability of all other tokens
+    row_sha256 uint8[r, 32]   hashes of the tokens and the mask of each row
+    top_sha256 uint8[r, 32]   hashes of the numbers of each row
 
 Log-probabilities are at temperature 1 over `vocab` tokens. teacher.json appears when all parts are
 there; until then partial.json says what they are made from, and a second `rl teach` goes on after

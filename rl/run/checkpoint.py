@@ -3,11 +3,10 @@ before they are used.
 
 `<directory>/<number>/` holds
 
-    arrays/         every array of the run, by its path in the tree, as Orbax (OCDBT, zarr) writes
-    it
+    arrays/         every array of the run, by its path in the tree, in Orbax's format (OCDBT, zarr)
     host.json       values of the caller that are no arrays: stage, step, counters
     manifest.json   format version; path, shape and dtype of every array; size and SHA-256 of every
-    other file
+                    other file
 
 The manifest is the last file written. Everything is written and synced under
 `<number>.tmp-<attempt>`, and the finished directory is renamed, so that a process killed at any

@@ -96,7 +96,7 @@ def by_micro_batch(
 
 
 _COUNTS = ("num_tokens", "num_sequences", "chosen_tokens")
-"""The counts of a mini-batch that losses divide by, by their names in PolicyInputs."""
+"""The counts that losses of held-out rows divide by, by their names in PolicyInputs."""
 LOSS_TOKENS = "loss_tokens"
 """Among the metrics of an update: the number of tokens in its loss, on the device; no metric of a
 run."""

@@ -1,5 +1,5 @@
-"""Makes one step of an optimizer: at once, or layer by layer for
-weights and moments in host memory.
+"""Makes one step of an optimizer: at once, or layer by layer for weights and moments in host
+memory.
 
 Weights and gradients are flat dicts by path. The state of the optax transformation must consist of
 counters and such dicts. Layer by layer, the transformation must be elementwise, as AdamW is: one

@@ -55,7 +55,7 @@ from rl.training.weights import WeightGroup, Weights
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RunState:
-    """All arrays of a stage of a run. An absent part is None.
+    """The arrays of a stage that a checkpoint holds. An absent part is None.
 
     policy, critic, projections: groups that learn, each with the state of its optimizer.
     reference: the policy at the start of the stage, mixed with later policies at each renewal.
@@ -80,8 +80,9 @@ class TokenOutputs:
     """What an update computed of each token before it changed the weights.
 
     arrays: packed rows on the devices. logp, entropy: float32 under the current policy. flags:
-    uint8, which tokens the loss cuts off (rl/algorithms/_token_flags.py); absent for a loss that
-    cuts off none.
+    uint8, the bits of rl/algorithms/_token_flags.py: tokens beyond the clip range, and those that
+    correction or rejection drops, but not those that delta, dual_clip, off_policy_delta or
+    top_entropy cuts off; absent for a loss that is no policy gradient.
     """
 
     arrays: dict[str, jax.Array]

@@ -243,7 +243,8 @@ class OptimizerStep:
         """Returns the sharding of each array of a ParamState.
 
         Moments are sharded as their weights are, or further (`Layout.moment_spec`). Counters are
-        replicated. Moments of a table in host memory are in host memory.
+        replicated. In host memory are the moments of tables in host memory, and with
+        `optimizer.host_memory` those of all matrices.
         """
         weights = self.model.shardings
 
@@ -479,7 +480,8 @@ class Update:
             routing = terms.routing if group is self.group else {}
             loss = terms.own_losses.get(group, terms.loss)
             new[group], more = step.apply(learners[group], grads[group], loss, routing, number)
-            if group.prefix:  # the loss of the group is among the metrics of the loss
+            # The loss reports that of a critic; projections have the loss of the policy.
+            if group.prefix:
                 more = {f"{group.prefix}{k}": v for k, v in more.items() if k != "loss"}
             metrics = metrics | more
         return UpdateOutput(new, metrics, terms.tokens)

@@ -1,7 +1,7 @@
 """The weights of a stage, in named groups.
 
-A group is a flat dict of arrays by path. A program gets the groups that learn in it, which it
-changes in place, and those that it only reads.
+A group is a flat dict of arrays by path, or a part of the policy's dict. A program gets the groups
+that learn in it, which it changes in place, and those that it only reads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class WeightGroup(StrEnum):
     have. PROJECTIONS: maps of the policy's features to the width of a teacher. REWARD_MODEL: a
     trunk with a score head.
 
-    The values of the groups with an optimizer of their own are names of fields of Weights.
+    The values of the groups with an optimizer of their own are names of fields of Weights and of
+    the state of their trainer.
     """
 
     POLICY = "policy"
@@ -49,8 +50,9 @@ class WeightGroup(StrEnum):
 
     @property
     def prefix(self) -> str:
-        """Returns what the names of the metrics of its updates begin with."""
-        return _PREFIXES.get(self, f"{self.value}/")
+        """Returns what the names of the metrics of its updates begin with. The group has an
+        optimizer of its own."""
+        return _PREFIXES[self]
 
 
 _PREFIXES = {

@@ -1,11 +1,14 @@
 """The other policy gradients against numbers computed apart; see algorithms_fixture."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from algorithms_fixture import LENGTHS, LOGP, MASK, OLD, REF, REWARDS, SAMPLER, close, inputs
 
 import rl.algorithms
+from rl.algorithms._token_flags import DROPPED
 
 PLAIN = [0.625, -0.375, 0.125, -0.375]
 
@@ -213,6 +216,42 @@ def test_rejection(options, kept):
         rl.algorithms.get("grpo", **options, rejection_changes_denominator=True).loss(arrays)[0],
         plain,
     )
+
+
+def test_what_is_dropped_is_decided_once_for_all_tokens():
+    """By hand: log-weights 1.2, -1.3 / 0.1, 2.0. The first sequence weighs exp(-0.1), and loses its
+    second token alone (0.845 > 0.8): without it, it would weigh exp(1.2), which is out of bounds.
+    The second sequence weighs exp(2.1), which is. So one of four tokens is left.
+    """
+    algorithm = rl.algorithms.get(
+        "grpo",
+        correction="sequence_mask",
+        correction_max=3.0,
+        rejection="token_k2",
+        rejection_max=0.8,
+        rejection_changes_denominator=True,
+    )
+    old = np.full((2, 2), -3.0, np.float32)
+    batch = rl.algorithms.PolicyInputs(
+        mask=np.ones((2, 2), np.float32),
+        logp=old,
+        old_logp=old,
+        sampler_logp=old - np.array([[1.2, -1.3], [0.1, 2.0]], np.float32),
+        advantages=np.array([[0.5], [-2.0]], np.float32) * np.ones((1, 2), np.float32),
+    )
+    counted = algorithm.with_totals(batch)
+    np.testing.assert_array_equal(counted.mask, [[1, 0], [0, 0]])
+    again = algorithm.with_totals(counted)
+    np.testing.assert_array_equal(again.mask, counted.mask)
+    close(again.num_tokens, 1.0)
+    loss, metrics = algorithm.loss(counted)
+    close(loss, -0.5 * np.exp(-0.1))
+    close(metrics["sampler/rejected_ratio"], 2 / 4)
+    close(metrics["sampler/is_oob_ratio"], 2 / 4)
+    close(metrics["sampler/logp_diff_mean"], (1.2 + 1.3 + 0.1 + 2.0) / 4)
+    np.testing.assert_array_equal(algorithm.token_flags(batch), [[0, DROPPED], [DROPPED, DROPPED]])
+    normalized = dataclasses.replace(algorithm, correction_normalize=True)
+    close(normalized.loss(batch)[0], -0.5)
 
 
 def test_old_log_probabilities_of_the_sampler():
