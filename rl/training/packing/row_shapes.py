@@ -26,11 +26,8 @@ EVEN_PASSES = 4
 """Besides the fewest micro-batches, so many larger numbers of them are tried."""
 SLACKS = (1.0, 1.04)
 """Rows are tried that are exactly full, and those that have 4% of room."""
-MANY = 32
-"""From so many sequences on, small changes of a shape fill it to FULL_OF_MANY."""
-FULL_OF_MANY = 0.95
-FULL_OF_FEW = 0.90
-"""The shares of real tokens that end the search."""
+FULL_ENOUGH = ((32, 0.95), (0, 0.90))
+"""(sequences, the share of real tokens that ends the search from so many sequences on)."""
 OVERHEAD = 24
 """What a micro-batch costs besides its tokens, in tokens: it adds a gradient to the sum of the
 others, two passes over memory for each weight, where a token makes 6 operations with it."""
@@ -170,7 +167,7 @@ def choose_shape(bounds: RowBounds, sizes: Sizes, filled_rows: Callable[[int], i
     filled_rows: returns how many packed rows of a length the sequences fill.
     """
     tokens = sizes.tokens
-    enough = FULL_OF_MANY if sizes.sequences >= MANY else FULL_OF_FEW
+    enough = next(share for least, share in FULL_ENOUGH if sizes.sequences >= least)
     filled: dict[int, int] = {}
     cheapest: tuple[int, RowShape] | None = None
     for shape in bounds.shapes(sizes, enough):
