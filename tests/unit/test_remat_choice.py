@@ -8,6 +8,7 @@ import pytest
 from rl.accounting import chips, memory
 from rl.config import files
 from rl.errors import ConfigError
+from rl.plan.children import with_chosen_remat
 from rl.run import build
 from rl.run.load import load
 from rl.run.resume import remat
@@ -84,6 +85,14 @@ def test_a_run_keeps_the_policy_of_its_start(tmp_path, monkeypatch):
     )
     with pytest.raises(ConfigError, match="model.remat: none there, full here"):
         check_same(started, other)
+
+
+@pytest.mark.slow
+def test_a_plan_chooses_for_its_devices(tmp_path):
+    made = config(tmp_path, "model=tiny-deepseek", "max_length=48", STAGE % 8)
+    small, note = with_chosen_remat(made, "cpu:1", 0.001)
+    assert small.model.remat == "full" and note is not None and "of 0.00 GiB per device" in note
+    assert with_chosen_remat(small, "cpu:1", None) == (small, None)
 
 
 def test_memory_of_a_machine_is_the_smallest_limit_in_full_steps(tmp_path):
