@@ -374,6 +374,10 @@ class Turn:
     steps: int = 0
 
 
+LEFT_OUT = -2
+"""In `Completion.kept`, id i that was left out is LEFT_OUT - i. -1 is padding."""
+
+
 @dataclass(frozen=True, eq=False)
 class Kept:
     """What filters of the sampler left at each of the n tokens that the policy wrote in a segment,
@@ -386,6 +390,13 @@ class Kept:
     ids: np.ndarray
     counts: np.ndarray
     logprobs: np.ndarray
+
+    @property
+    def names_left_out(self) -> np.ndarray:
+        """Returns bool[n]: whether the ids of a token are those that were left out."""
+        if not self.ids.size:
+            return np.zeros(len(self.counts), bool)
+        return self.ids[:, 0] <= LEFT_OUT
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as values that JSON can hold; the ids as compressed text, since they

@@ -130,7 +130,7 @@ class DataReader:
         )
         self._used = models.ids_in_use(self.tokenizer, config.model)
         self._has_media = False
-        self.held_out: list[Problem] = []
+        self.evaluation_problems: list[Problem] = []
         self._read: dict[tuple, Any] = {}
         self._runners: dict[str, Runner] = {}
 
@@ -146,15 +146,15 @@ class DataReader:
         """Whether any row that any process has read so far has pictures or sounds."""
         return self._has_media
 
-    def read_held_out(self, options: EvaluationOptions, stages: Sequence[StageOptions]) -> None:
-        """Reads the problems of the evaluations that `stages` make, into `held_out`. Raises
-        ConfigError for a bad word of theirs that the tokenizer has no tokens for."""
+    def read_evaluation(self, options: EvaluationOptions, stages: Sequence[StageOptions]) -> None:
+        """Reads the problems of the evaluations that `stages` make, into `evaluation_problems`.
+        Raises ConfigError for a bad word of theirs that the tokenizer has no tokens for."""
         self.check_words(options.bad_words, "evaluation")
         longest = max(stages, key=lambda stage: stage.sampling.max_new_tokens)
-        self.held_out = [
+        self.evaluation_problems = [
             problem
             for each in datasets_of(options.data)
-            for problem in self.problems(each, longest, held_out=options.problems).own
+            for problem in self.problems(each, longest, evaluated=options.problems).own
         ]
 
     def check_words(self, words: Iterable[str], section: str) -> None:
@@ -177,12 +177,13 @@ class DataReader:
             )
 
     def reward_runner(self, settings: RewardSettings, problems: Sequence[Problem]) -> Runner:
-        """Returns the workers that score `problems` and the held-out problems with these functions.
+        """Returns the workers that score these problems and those of the evaluation with these
+        functions.
 
         Raises ConfigError for a reward or reward model that cannot be used, DataError for a column
         that is missing or that rewards cannot take.
         """
-        for scored in (problems, self.held_out):
+        for scored in (problems, self.evaluation_problems):
             if text := next(
                 datasets.column_problems(settings, [problem.example for problem in scored]), None
             ):
@@ -200,21 +201,21 @@ class DataReader:
         return runner
 
     def problems(
-        self, source: DataOptions, stage: StageOptions, *, held_out: int | None = None
+        self, source: DataOptions, stage: StageOptions, *, evaluated: int | None = None
     ) -> Shard:
         """Reads prompts that leave room for a completion of the stage.
 
-        held_out: number of problems of an evaluation, the first ones of the source; None: all, for
+        evaluated: number of problems of an evaluation, the first ones of the source; None: all, for
         training.
         """
-        evaluated = held_out is not None
-        dataset = self._load(source, everywhere=evaluated, held_out=evaluated)
-        dataset = replace(dataset, examples=dataset.examples[:held_out])
-        key = ("problems", _identity(source), held_out)
+        for_evaluation = evaluated is not None
+        dataset = self._load(source, everywhere=for_evaluation, held_out=for_evaluation)
+        dataset = replace(dataset, examples=dataset.examples[:evaluated])
+        key = ("problems", _identity(source), evaluated)
         encoded = raise_on_all(
             partial(self._once, key, lambda: [self._problem(example) for example in dataset])
         )
-        limit = self._limit(source, stage.sampling.max_new_tokens, held_out is not None)
+        limit = self._limit(source, stage.sampling.max_new_tokens, for_evaluation)
         return self._fitting(
             [[problem] for problem in encoded],
             dataset,
@@ -283,9 +284,11 @@ class DataReader:
         encoded = raise_on_all(read)
         return self._fitting(encoded, dataset, self._limit(source), length, cut)
 
-    def _limit(self, source: DataOptions, new_tokens: int = 0, held_out: bool = False) -> Limit:
+    def _limit(
+        self, source: DataOptions, new_tokens: int = 0, for_evaluation: bool = False
+    ) -> Limit:
         """Returns how long the rows of a source may be."""
-        if held_out:
+        if for_evaluation:
             return Limit(self._config.max_length, new_tokens)
         return Limit(
             self._config.max_length, new_tokens, source.too_long, too_long_key(self._config, source)

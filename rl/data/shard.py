@@ -49,6 +49,11 @@ class Shard:
         """Returns the rows of this process by their number among all."""
         return self._by_number
 
+    def numbered_examples(self) -> dict[int, Any]:
+        """Returns the examples of the rows of this process by the number of the row among all; {}
+        where the rows hold them."""
+        return replace(self, own=self.examples).numbered() if self.examples else {}
+
     @cached_property
     def _by_number(self) -> dict[int, Any]:
         if self.numbers is not None:

@@ -108,7 +108,7 @@ def run(
             progress=progress,
             timeline=timeline,
             stages=prepared.stages,
-            held_out=prepared.held_out,
+            evaluation_problems=prepared.evaluation_problems,
             folder=folder,
             checkpoints=checkpoints,
             stop=stop,
@@ -133,7 +133,7 @@ def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTa
         if (held_out := stage.held_out_rows) is not None:
             shown.append(([expanded_of(row) for row in held_out.own], stage.rows_per_update))
     block = evaluated_at_once(config)
-    shown.append(([expanded_of(problem) for problem in prepared.held_out], block))
+    shown.append(([expanded_of(problem) for problem in prepared.evaluation_problems], block))
     # 1: rows with pictures may be read and never used, such as held-out ones beyond
     # `evaluation.problems`.
     M = max(1, *(table_rows(rows, count) for rows, count in shown))

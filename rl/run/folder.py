@@ -84,12 +84,12 @@ class RunFolder:
         """Whether the run in this directory is complete."""
         return on_first(lambda: self._aside is None and self._exported.is_dir())
 
-    def begin(self, over: bool = False) -> None:
+    def begin(self, steps_follow: bool = True) -> None:
         """Moves the export of a stopped run, or of one that gets more steps, aside, and writes
-        config.yml, once: steps follow. over: whether none follow, since the last stage is over, so
-        that config.yml stays as it is."""
+        config.yml; does so once. steps_follow: False if the last stage is over, so that config.yml
+        stays as it is."""
         if not self._begun:
-            on_first(lambda: self._begin(over))
+            on_first(lambda: self._begin(steps_follow))
         self._begun = True
 
     def export(
@@ -165,12 +165,12 @@ class RunFolder:
         ):
             self._aside = stop.StoppedAt(before.stage_names[-1], before.stages[-1].total_steps)
 
-    def _begin(self, over: bool = False) -> None:
+    def _begin(self, steps_follow: bool = True) -> None:
         if self._aside is not None:
             self._keep_export(self._aside)
         self._aside = None
         (self.path / stop.STOPPED).unlink(missing_ok=True)
-        if not over:
+        if steps_follow:
             self._write_configuration()
 
     def _write_configuration(self) -> None:

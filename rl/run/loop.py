@@ -42,7 +42,7 @@ from rl.run.steps.start import start_run, start_stage, steps_left
 from rl.run.steps.step_metrics import step_metrics
 from rl.run.steps.until import is_reached
 from rl.run.unfinished.stop import StoppedAt
-from rl.stages.export.weight_checks import check_step
+from rl.stages.export.weight_checks import check_weights
 from rl.stages.stage import StageKind
 
 
@@ -60,6 +60,8 @@ def run(config: RunConfig) -> int:
     config = continued_on_all(with_saved_remat(with_date(config)))
     known_steps = has_known_steps(config)
     with closing(prepare(config)) as prepared:
+        # A stage with `epochs` has its number of steps once its rows are read. Only then is the
+        # configuration compared with that of the folder.
         config = prepared.config if known_steps else continued_on_all(prepared.config)
         config, remarks = remat.resolved(config, asked)
         prepared = replace(prepared, notes=[*prepared.notes, *remarks])
@@ -92,9 +94,9 @@ def _run_stages(run: Run, prepared: Prepared, manifest: Manifest) -> None:
 
 
 def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt | None:
-    """Runs all steps of a stage, or the steps after `checkpoint`, the host part (JSON) of a
-    checkpoint.
+    """Runs all steps of a stage, or the steps after a checkpoint.
 
+    checkpoint: its host.json, which holds all but the arrays; None: the stage is new.
     Returns where the run stopped, with its weights exported, if `rl stop` asked for it.
     """
     state = start_stage(run, stage, checkpoint)
@@ -117,8 +119,9 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
         ended = until_reached or step == steps
         run.events.step(stage.name, step, metrics)  # a line of events.jsonl
         run.note_programs(stage)
-        check_step(stage, state, metrics, last=ended)
-        if run.save(stage, state, step, ended, metrics, until=until_reached):
+        check_weights(stage, state, metrics, last=ended)
+        stopping = run.save(stage, state, step, ended, metrics, until=until_reached)
+        if stopping:
             return run.export_stopped(stage, state, step)
         done = step
         if ended:

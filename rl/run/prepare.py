@@ -60,11 +60,11 @@ class Prepared:
     def fingerprints(self) -> Fingerprints:
         """Returns the fingerprints of the rows, for run.json. All processes ask for them at the
         same time."""
-        return fingerprints(self.stages, self.held_out)
+        return fingerprints(self.stages, self.evaluation_problems)
 
     @property
-    def held_out(self) -> list[Problem]:
-        return self.data.held_out
+    def evaluation_problems(self) -> list[Problem]:
+        return self.data.evaluation_problems
 
     def close(self) -> None:
         """Ends the workers of the rewards that the data started."""
@@ -110,7 +110,7 @@ def _prepared(config: RunConfig) -> Prepared:
     stages = _created(config)
     evaluated = [stage.options for stage in stages if stage.trains_policy]
     if config.evaluation and evaluated:
-        data.read_held_out(config.evaluation, evaluated)
+        data.read_evaluation(config.evaluation, evaluated)
     for stage in stages:
         stage.prepare(data)
     try:

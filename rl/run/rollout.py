@@ -44,10 +44,9 @@ from rl.run.steps.start import start_run
 from rl.run.steps.step_metrics import step_metrics
 from rl.stages.context import Progress
 from rl.stages.online import Stage
-from rl.stages.sampling.metrics import generator_flops, generator_rates, group_metrics
+from rl.stages.sampling.metrics import generator_flops, sampled_metrics
 from rl.stages.sampling.records import write_samples
 from rl.stages.sampling.unscored import check_scored
-from rl.stages.scorers import load_scorers
 from rl.stages.sharing import sharing_of
 from rl.stages.stage import StageKind
 from rl.training.trainer import RunState
@@ -135,20 +134,17 @@ def check(config: RunConfig) -> None:
 def sampling_stages(stages: Sequence[StageKind]) -> list[Stage]:
     """Returns the stages that sample new completions to train on."""
     return [
-        stage
-        for stage in stages
-        if isinstance(stage, Stage) and stage.create_producer().calls_generator
+        stage for stage in stages if isinstance(stage, Stage) and stage.producer.calls_generator
     ]
 
 
 def rollout(config: RunConfig) -> None:
     """Samples and scores the steps of all stages that sample, or those that the folder lacks.
 
-    Raises what `check` raises, further errors of rl.errors, and `Interrupted` after SIGTERM or
+    config: one that `check` accepts. Raises one of rl.errors, and `Interrupted` after SIGTERM or
     Ctrl-C, once the step is written.
     """
     devices.check_and_show(config.platform)
-    check(config)
     with closing(prepare(with_date(config))) as prepared:
         config = prepared.config
         stages = sampling_stages(prepared.stages)
@@ -199,7 +195,7 @@ def _opened(
             timeline=timeline,
             tables=build.media_tables(config, prepared, model.graph) if has_media else None,
             stages=prepared.stages,
-            held_out=prepared.held_out,
+            evaluation_problems=prepared.evaluation_problems,
             folder=folder,
             checkpoints=Checkpoints(folder.path / CHECKPOINT_FOLDER, 1),  # never saved
             stop=signal,
@@ -278,12 +274,7 @@ def _start_stage(run: Run, stage: Stage, new: bool) -> None:
     stage.restore_curriculum(run.progress.producer)
     policy = ParamState(run.model.params, optimizer=None)
     stage.start(run, RunState(policy, reference=None, critic=None))
-    if stage.runner.sources:
-        graph = run.model.graph
-        with run.timeline.span("loading reward models", stage=stage.name):
-            stage.scorers = load_scorers(
-                run.config, stage.runner.sources, graph.layout, sharing_of(stage, graph)
-            )
+    stage.load_reward_models(run, sharing_of(stage, run.model.graph))
 
 
 def _sample(run: Run, stage: Stage, step: int) -> dict[str, float]:
@@ -302,10 +293,10 @@ def _sample(run: Run, stage: Stage, step: int) -> dict[str, float]:
     assert rollouts.counts is not None
     return (
         metrics
-        | group_metrics(rollouts, scores, drafted=drafted)
-        | dict(rollouts.metrics)
+        | sampled_metrics(
+            rollouts, scores, run.generator, operations, run.model.graph.layout, drafted=drafted
+        )
         | stage.data_metrics()
-        | generator_rates(rollouts, operations, run.generator, run.model.graph.layout)
         | ({} if run.tables is None else run.tables.metrics())
         | {
             "perf/step_tflop": generator_flops(rollouts, operations) / 1e12,

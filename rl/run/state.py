@@ -54,14 +54,14 @@ _RANDOM = (
 class Run(Context):
     """The context of the stages, and further objects of the loop.
 
-    held_out: problems of the evaluations. programs: the log of the memory of compiled programs.
-    saved: (number, host part) of the checkpoint that the run goes on from, or None. teacher:
+    evaluation_problems: of all stages. programs: the log of the memory of compiled programs.
+    saved: (number, host.json) of the checkpoint that the run goes on from, or None. teacher:
     identity of the teacher of the current stage. best: the best steps of the current stage.
     chosen_steps: the best steps that the run went on with, by stage, for run.json.
     """
 
     stages: Sequence[StageKind]
-    held_out: list
+    evaluation_problems: list
     folder: RunFolder
     checkpoints: Checkpoints
     stop: StopSignal
@@ -80,7 +80,7 @@ class Run(Context):
         return "random" if directory is None else f"read from {directory}"
 
     def remaining(self) -> list[tuple[StageKind, dict | None]]:
-        """Returns the remaining stages, the first with the host part of its checkpoint. Removes the
+        """Returns the remaining stages, the first with the host.json of its checkpoint. Removes the
         events after it."""
         names = self.config.stage_names
         events = self.events
@@ -109,7 +109,7 @@ class Run(Context):
 
     def start(self, stage: StageKind, checkpoint: dict | None) -> Any:
         """Returns the state of a stage: a new one, or the restored one of the checkpoint with this
-        host part."""
+        host.json."""
         self._identify_teacher(stage, checkpoint)
         self.best = BestSteps(stage.options.best, checkpoint)
         stage.bind(self.model.graph)

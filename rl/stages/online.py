@@ -18,7 +18,7 @@ from rl.stages import inputs
 from rl.stages.inputs import StepData
 from rl.stages.producers import choice
 from rl.stages.sampling import batches, checks, filters
-from rl.stages.sampling.metrics import generator_flops, generator_rates, group_metrics
+from rl.stages.sampling.metrics import generator_flops, sampled_metrics
 from rl.stages.sampling.records import write_samples
 from rl.stages.sampling.staleness import (
     check_logp_diff,
@@ -168,7 +168,9 @@ class Stage(StageKind):
         return state
 
     def producer_state(self) -> dict[str, Any]:
-        return self.producer.state() | super().producer_state()
+        # First the producer: its state has the curriculum observe the last rewards.
+        producer = self.producer.state()
+        return producer | super().producer_state()
 
     def step(self, state: RunState, n: int) -> tuple[RunState, dict[str, float]]:
         """Takes groups from the producer and trains on them."""
@@ -187,7 +189,6 @@ class Stage(StageKind):
         weights = context.resharded() if self.calls_generator else nullcontext({})
         with weights as metrics, context.timeline.span("sampling"):
             data.rollouts = self.take_groups()
-            data.metrics |= data.rollouts.metrics
             inputs.provide(self, data, inputs.SAMPLING)
         data.metrics |= metrics
 
@@ -408,9 +409,10 @@ class Stage(StageKind):
         }
         drafted = self.config.generator.speculative > 0
         return (
-            group_metrics(rollouts, data.scores, drafted=drafted)
+            sampled_metrics(
+                rollouts, data.scores, context.generator, operations, layout, drafted=drafted
+            )
             | data.metrics
-            | generator_rates(rollouts, operations, context.generator, layout)
             | statistics
             | {"perf/step_tflop": flops / 1e12}
         )

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from rl.stages.context import Context
     from rl.training.batch import Batch
     from rl.training.media.tables import ExpandedAt, StepTable
+    from rl.training.packing.trees import Sharing
     from rl.training.reward_model import RewardModelScorer
     from rollout import SamplingParams
 
@@ -109,23 +110,24 @@ class StageKind(ConfiguredStage, ABC):
     rows: Shard
     """The rows of its data."""
     held_out_rows: Shard | None = None
-    """The rows of `held_out`."""
+    """The rows of `held_out`, on which the loss of the stage is measured."""
     curriculum: Curriculum | None = None
     """What chooses the rows of each step; None: all of them, in shuffled order."""
     is_over: bool = False
-    """Whether the run goes on after the last step of the stage, which then takes no more rows."""
+    """Whether the run goes on after the last step of the stage, which then takes no more rows.
+    `stages_of_run` (rl/run/resume/continued.py) sets it, from the checkpoints of the run."""
 
     def __init__(self, config: RunConfig, index: int):
         super().__init__(config, index)
-        self.runner: Any = (
-            None  # rewards.Runner, which calls the reward functions; None: nothing is rewarded
-        )
-        self.example_numbers: list[int] = []  # in the data, of the examples of the current step
-        self.scorers: dict[str, RewardModelScorer] = {}  # reward models, by the name in the rewards
+        # rewards.Runner, which calls the reward functions; None: nothing is rewarded.
+        self.runner: Any = None
+        # Indices in the data of the examples of the current step.
+        self.example_numbers: list[int] = []
+        # Reward models, by their names in the rewards.
+        self.scorers: dict[str, RewardModelScorer] = {}
         self.trainer: Any = None
-        self.table_shapes: MediaTable | None = (
-            None  # of pictures and sounds, in a plan of a run with them
-        )
+        # Of pictures and sounds, in a plan of a run with them.
+        self.table_shapes: MediaTable | None = None
 
     # Data.
 
@@ -195,8 +197,7 @@ class StageKind(ConfiguredStage, ABC):
         return ceil(Fraction(str(epochs)) * self.examples_of_pass / self.options.prompts_per_step)
 
     def prompts(self) -> list:
-        """Returns the prompts of this process, with their data columns, that the generator
-        completes."""
+        """Returns the problems of this process, which the generator completes."""
         return []
 
     def prepare_rewards(self, reader: DataReader, prompts: list) -> None:
@@ -205,14 +206,15 @@ class StageKind(ConfiguredStage, ABC):
 
         Its workers start with the first call.
         """
-        if self.rewards and (self.trains_on_rollouts or reader.held_out):
+        if self.rewards and (self.trains_on_rollouts or reader.evaluation_problems):
             self.runner = reader.reward_runner(self.rewards, prompts)
 
     # Model.
 
     @abstractmethod
     def bind(self, graph: Graph) -> None:
-        """Defines the functions of the stage for a model. Nothing compiles yet."""
+        """Makes the trainer of the stage for this model. Its functions compile at their first
+        call."""
 
     def abstract(self) -> Any:
         """Returns the shapes and shardings of the state, as the template of a restored checkpoint.
@@ -230,7 +232,8 @@ class StageKind(ConfiguredStage, ABC):
         reward_models = {
             program_name(source): scorer.executable for source, scorer in self.scorers.items()
         }
-        tables = getattr(self, "context", None) and self.context.tables
+        # A plan makes programs of a stage that has not started.
+        tables = self.context.tables if hasattr(self, "context") else None
         towers = {ProgramName.ENCODING: tables.encoder.executable} if tables else {}
         return self.trainer.executables | towers | reward_models
 
@@ -301,15 +304,19 @@ class StageKind(ConfiguredStage, ABC):
 
     def load_scorers(self, context: Context) -> None:
         """Loads the teacher, and the reward models that the rewards call."""
-        from rl.stages.scorers import load_scorers, load_teacher
+        from rl.stages.scorers import load_teacher
 
         load_teacher(self.teacher, self.trainer, partial(context.timeline.span, stage=self.name))
+        self.load_reward_models(context, self.trainer.sharing)
+
+    def load_reward_models(self, context: Context, sharing: Sharing | None) -> None:
+        """Loads the reward models that the rewards call, for sequences that share beginnings."""
+        from rl.stages.scorers import load_scorers
+
         if self.runner and self.runner.sources:
             with context.timeline.span("loading reward models", stage=self.name):
-                graph = context.model.graph
-                sources = self.runner.sources
                 self.scorers = load_scorers(
-                    self.config, sources, graph.layout, self.trainer.sharing
+                    self.config, self.runner.sources, context.model.graph.layout, sharing
                 )
 
     @abstractmethod
@@ -353,16 +360,16 @@ class StageKind(ConfiguredStage, ABC):
             prompts,
         )
 
-    def evaluation(self, held_out: list) -> Evaluation | None:
-        """Returns the evaluation of the policy, or None if the run has none or the stage does not
-        change the policy."""
+    def evaluation(self, problems: list) -> Evaluation | None:
+        """Returns the evaluation of the policy on these problems, or None if the run has none or the
+        stage does not change the policy."""
         options = self.config.evaluation
         if options is None or not self.trains_policy:
             return None
         block = None if self.context.tables is None else self.context.tables.block
         collect = partial(self.collect, counted=False)
         return Evaluation(
-            options, held_out, collect, self.sampling_params(), self._record_evaluation, block
+            options, problems, collect, self.sampling_params(), self._record_evaluation, block
         )
 
     def _record_evaluation(self, step: int, rollouts: Rollouts, scores: Scores) -> None:
@@ -431,14 +438,18 @@ class StageKind(ConfiguredStage, ABC):
         with context.timeline.span("updates") as span:
             for u in range(updates):
                 mini_batch = batch.rows(slice(u * rows, (u + 1) * rows))
+                media = {}
                 if table is not None:
-                    options["table"] = table.table
-                    options["tower_inputs"] = table.tower_inputs(mini_batch)
-                options |= {
-                    "adaptive_coefs": progress.adaptive_coefs,
-                    "number": (step - 1) * updates + u,
-                }
-                state, metrics = self.trainer.update(state, mini_batch, **options)
+                    media["table"] = table.table
+                    media["tower_inputs"] = table.tower_inputs(mini_batch)
+                state, metrics = self.trainer.update(
+                    state,
+                    mini_batch,
+                    adaptive_coefs=progress.adaptive_coefs,
+                    number=(step - 1) * updates + u,
+                    **media,
+                    **options,
+                )
                 context.model.params = state.policy.params
                 progress.version += updates_policy
                 if context.tables is not None:

@@ -490,9 +490,9 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
         for ids, mask, _ in sft.rows.own
     )
     demonstrated = {what(prepared.tokenizer.decode(ids)) for ids in prompts}
-    held_out = {what(problem.example.prompt) for problem in prepared.held_out}
+    held_out = {what(problem.example.prompt) for problem in prepared.evaluation_problems}
     assert (
-        len({problem.example.prompt for problem in prepared.held_out}) == 512
+        len({problem.example.prompt for problem in prepared.evaluation_problems}) == 512
     )  # 12+34 and 34+12 are on one side together
     assert len(trained) > 3000 and demonstrated == trained
     assert not held_out & trained
@@ -500,7 +500,9 @@ def test_what_evaluation_asks_occurs_in_no_prompt_and_no_demonstration_of_the_qu
         p.example.prompt for p in grpo.rows.own
     }
     assert not any(
-        text.startswith(problem.example.prompt) for problem in prepared.held_out for text in texts
+        text.startswith(problem.example.prompt)
+        for problem in prepared.evaluation_problems
+        for text in texts
     )
 
 

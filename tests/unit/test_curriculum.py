@@ -254,7 +254,8 @@ def test_a_process_without_a_row_of_its_own_scores_too(tmp_path):
     (stage,) = rl.stages.create(made)
     asked = []
     reader = SimpleNamespace(
-        held_out=[], reward_runner=lambda rewards, prompts: asked.append(prompts) or "runner"
+        evaluation_problems=[],
+        reward_runner=lambda rewards, prompts: asked.append(prompts) or "runner",
     )
     stage.prepare_rewards(reader, [])
     assert asked == [[]] and stage.runner == "runner"

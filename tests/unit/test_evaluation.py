@@ -169,7 +169,7 @@ def test_resharding_for_an_evaluation_is_no_part_of_the_step():
     options = SimpleNamespace(steps=9, held_out=None, until=None)
     stage = SimpleNamespace(name="grpo", options=options, evaluation=lambda problems: kind)
     run = SimpleNamespace(
-        held_out=[],
+        evaluation_problems=[],
         resharded=lambda: nullcontext({"time/sync": 0.5}),
         timeline=SimpleNamespace(span=lambda *place, **details: nullcontext()),
     )

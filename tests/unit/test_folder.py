@@ -112,7 +112,7 @@ def test_a_start_that_is_refused_leaves_the_run_as_it_was(tmp_path):
         assert (tmp_path / "config.yml").read_bytes() == before and (tmp_path / "export").is_dir()
         assert (tmp_path / stop.STOPPED).exists() == stopped
     with RunFolder(longer) as folder:
-        folder.begin(over=True)
+        folder.begin(steps_follow=False)
         assert [path.name for path in tmp_path.glob("export*")] == ["export-grpo-1"]
         assert (tmp_path / "config.yml").read_bytes() == before and stop.stopped(tmp_path) is None
         folder.export(Path.mkdir)

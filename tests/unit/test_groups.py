@@ -256,6 +256,7 @@ def test_a_resumed_stage_goes_on_counting_steps_without_a_score():
     stage = online.Stage.__new__(online.Stage)
     stage.name, stage.context = "grpo", SimpleNamespace(progress=progress)
     stage.options = SimpleNamespace(rewards=SimpleNamespace(unscored_steps=4), total_steps=9)
+    stage.config = SimpleNamespace(rewards_of=lambda options: options.rewards)
     unscored, scored = (
         Scores(np.full((2, 1), each), np.full(2, each), ("f",), [], {}) for each in (np.nan, 1.0)
     )

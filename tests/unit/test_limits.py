@@ -197,10 +197,10 @@ def test_held_out_rows_beyond_those_of_an_evaluation_may_be_long(stage, tmp_path
     evaluation = {"data": str(held_out), "problems": 2}
     made = stage("grpo", PROMPTS[:1], evaluation=evaluation)
     reader = DataReader(made.config)
-    reader.read_held_out(made.config.evaluation, made.config.stages)
-    assert [len(problem.ids) for problem in reader.held_out] == [3, 5]
+    reader.read_evaluation(made.config.evaluation, made.config.stages)
+    assert [len(problem.ids) for problem in reader.evaluation_problems] == [3, 5]
     with pytest.raises(DataError, match="1 of 3 rows are longer than the 8 tokens"):
-        reader.read_held_out(
+        reader.read_evaluation(
             made.config.evaluation.model_copy(update={"problems": 3}), made.config.stages
         )
 

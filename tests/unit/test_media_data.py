@@ -372,8 +372,10 @@ def test_rows_of_text_are_those_of_a_text_model(folder, reader, model):
 def test_held_out_rows_and_the_system_message(folder, reader):
     path = lines(folder / "d.jsonl", {"prompt": "Find x.", "image": "one.png", "answer": "3"})
     one = reader({"path": str(path), "system": "Be brief."})
-    one.read_held_out(EvaluationOptions.model_validate({"data": str(path)}), one._config.stages)
-    assert one.held_out[0].example.prompt == user(IMAGE, text("Find x.")) and one.has_media
+    one.read_evaluation(EvaluationOptions.model_validate({"data": str(path)}), one._config.stages)
+    assert (
+        one.evaluation_problems[0].example.prompt == user(IMAGE, text("Find x.")) and one.has_media
+    )
     assert problems(one)[0].example.prompt[0] == {"role": "system", "content": "Be brief."}
 
 

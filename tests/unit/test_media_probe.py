@@ -37,7 +37,9 @@ def test_pictures_that_no_step_shows_need_no_rows():
     )
     prepared = prepare(given)
     try:
-        assert prepared.data.has_media and not any(each.expanded for each in prepared.held_out)
+        assert prepared.data.has_media and not any(
+            each.expanded for each in prepared.evaluation_problems
+        )
         model = build.model(given, prepared, with_weights=False, media=True)
         assert build.media_tables(given, prepared, model.graph).M == 1
     finally:

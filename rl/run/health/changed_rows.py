@@ -40,8 +40,9 @@ Fingerprints = Mapping[str, Fingerprint]
 """Name of a stage, or HELD_OUT -> the fingerprint of its rows."""
 
 
-def fingerprints(stages: Sequence[StageKind], held_out: Sequence[Problem]) -> Fingerprints:
-    """Returns the fingerprints of the rows. All processes call it in the same order."""
+def fingerprints(stages: Sequence[StageKind], evaluated: Sequence[Problem]) -> Fingerprints:
+    """Returns the fingerprints of the rows, and of the problems of the evaluations. All processes
+    call it in the same order."""
     sums: dict[int, int] = {}
     shards = {
         stage.name: rows
@@ -58,8 +59,8 @@ def fingerprints(stages: Sequence[StageKind], held_out: Sequence[Problem]) -> Fi
         name: _entry(shard.total, sum(part[place] for part in parts))
         for place, (name, shard) in enumerate(shards.items())
     }
-    if held_out:  # every process has all of them
-        result[HELD_OUT] = _entry(len(held_out), _sum(enumerate(held_out)))
+    if evaluated:  # every process has all of them
+        result[HELD_OUT] = _entry(len(evaluated), _sum(enumerate(evaluated)))
     return result
 
 
@@ -139,7 +140,7 @@ def _entry(rows: int, total: int) -> Fingerprint:
 
 
 def _of_shard(shard: Shard) -> int:
-    examples = dataclasses.replace(shard, own=shard.examples).numbered() if shard.examples else {}
+    examples = shard.numbered_examples()
     return _sum((number, (row, examples.get(number))) for number, row in shard.numbered().items())
 
 

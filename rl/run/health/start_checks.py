@@ -66,13 +66,13 @@ def _described(config: RunConfig, data: DataReader, stage: StageKind) -> StageRo
         for n in chosen
         for row in _encoded(shard.own[n], shard.examples[n] if shard.examples else Example(""))
     ]
-    held_out = [problem.example for problem in data.held_out]
+    evaluated = [problem.example for problem in data.evaluation_problems]
     measured = () if stage.held_out_rows is None else stage.held_out_rows.examples
     return replace(
         described,
         rows=rows,
         total=shard.total,
-        held_out=held_out,
+        held_out=evaluated,
         measured=measured,
         effect=shard.effect,
     )

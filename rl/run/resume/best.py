@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rl.config.stage import BestOptions
 
 KEY = "best"
-"""Key of the best step in the host part of a checkpoint."""
+"""Key of the best step in the host.json of a checkpoint."""
 
 
 class BestStep(NamedTuple):
@@ -26,7 +26,7 @@ class BestSteps:
     kept: the second last is the best one if the checkpoint of the last cannot be written."""
 
     def __init__(self, options: BestOptions | None, host: dict | None):
-        """host: the host part of the checkpoint that the stage goes on from; None: it starts."""
+        """host: the host.json of the checkpoint that the stage goes on from; None: it starts."""
         self.options = options
         saved = None if host is None else host.get(KEY)
         self._steps: list[BestStep] = (
@@ -54,11 +54,11 @@ class BestSteps:
         return True
 
     def to_host(self) -> dict[str, object]:
-        """Returns what the host part of a checkpoint holds of them."""
+        """Returns what the host.json of a checkpoint holds of them."""
         return {} if self.newest is None else {KEY: self.newest._asdict()}
 
 
 def named_by(host: dict) -> Iterable[int]:
-    """Returns the numbers of the checkpoints that a checkpoint with this host part needs, besides
+    """Returns the numbers of the checkpoints that a checkpoint with this host.json needs, besides
     itself."""
     return [host[KEY]["number"]] if KEY in host else []

@@ -53,7 +53,7 @@ class PlaceOfRun(NamedTuple):
 
     @classmethod
     def of(cls, host: dict) -> PlaceOfRun:
-        """Returns the place of a checkpoint with this host part (host.json)."""
+        """Returns the place of a checkpoint with this host.json."""
         return cls(
             host["stage"], host["step"], host.get("steps"), host["ended"], bool(host.get("until"))
         )
@@ -203,7 +203,7 @@ def stages_of_run(config: RunConfig, places: Sequence[PlaceOfRun]) -> list[Stage
 
 def places(config: RunConfig) -> list[PlaceOfRun]:
     """Returns the places of all checkpoints of the run, since any of them may be damaged; none if
-    one has no readable host part."""
+    one has no readable host.json."""
     if config.run.dir is None:
         return []
     try:

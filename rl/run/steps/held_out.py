@@ -1,4 +1,4 @@
-"""Metrics on data that a stage does not train on: those of the policy on held-out problems
+"""Metrics on data that a stage does not train on: those of the policy on the problems of an evaluation
 (`evaluation`), and the loss of the stage on held-out rows (`held_out`)."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class HeldOutMetrics:
         """Computes nothing yet. The stage has started in the run."""
         self._run = run
         self._stage = stage
-        self._evaluation = stage.evaluation(run.held_out)
+        self._evaluation = stage.evaluation(run.evaluation_problems)
         both = (self._evaluation, HeldOutLoss.of(stage))
         self._kinds = [each for each in both if each is not None]
 

@@ -35,8 +35,9 @@ def start_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> Any:
     new. At the start of the first stage that samples, the probes of rl/run/health/probe.py run.
     """
     state = run.start(stage, checkpoint)
-    is_over = checkpoint is not None and checkpoint["ended"]
-    run.folder.begin(over=is_over and stage.index == len(run.stages) - 1)
+    ended = checkpoint is not None and checkpoint["ended"]
+    is_last = stage.index == len(run.stages) - 1
+    run.folder.begin(steps_follow=not (ended and is_last))
     compile_generator(run)
     if checkpoint is None:
         probe.before_first_step(run, stage)
@@ -46,7 +47,7 @@ def start_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> Any:
 
 def steps_left(checkpoint: dict | None, steps: int) -> range:
     """Returns the numbers of the steps, counted from 1, that a stage of so many steps has left
-    after a checkpoint with this host part; None: all. A stage that ended has none."""
+    after a checkpoint with this host.json; None: all. A stage that ended has none."""
     if checkpoint is None:
         return range(1, steps + 1)
     done = checkpoint["step"]

@@ -6,7 +6,7 @@ R rows, G completions of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +34,7 @@ class Candidates:
         and get the values of all rows."""
         from policy.mesh import processes  # imports jax
 
-        examples = replace(self._shard, own=self._shard.examples).numbered()
+        examples = self._shard.numbered_examples()
         own = {number: function(example) for number, example in examples.items()}
         values: list[Any] = [None] * self.total
         for part in processes.all_gather_object(own):

@@ -47,7 +47,7 @@ def create(options: CurriculumOptions, candidates: Candidates) -> Curriculum:
         curriculum = plugins.load(options.name, "curriculum")(candidates, **options.options)
     except ValueError as error:
         raise ConfigError(f"curriculum {options.name}: {error}") from None
-    missing = [name for name in _METHODS if not hasattr(curriculum, name)]
+    missing = [name for name in _MEMBERS if not hasattr(curriculum, name)]
     if missing:
         raise ConfigError(
             f"curriculum {options.name}: returned {type(curriculum).__name__}, which has no "
@@ -56,7 +56,7 @@ def create(options: CurriculumOptions, candidates: Candidates) -> Curriculum:
     return curriculum
 
 
-_METHODS = ("next", "observe", "state", "restore", "histogram", "rows", "note")
+_MEMBERS = ("next", "observe", "state", "restore", "histogram", "rows", "note")
 
 
 def chosen(curriculum: Curriculum, name: str, count: int, total: int) -> list[int]:

@@ -159,12 +159,12 @@ class PassRate(Curriculum):
         stay."""
         if self._options.rollouts is None or self._options.missing == "leave_out":
             return ""
-        stages = _dynamic_stages(self._options.folder)
-        if None not in self._rates or not stages:
+        algorithms = _dynamic_algorithms(self._options.folder)
+        if None not in self._rates or not algorithms:
             return ""
         return (
-            f". {self._options.rollouts} sampled with dynamic_batches ({', '.join(stages)}), which "
-            "drops groups of prompts that are always or never solved: such rows have no pass "
+            f". {self._options.rollouts} sampled with dynamic_batches ({', '.join(algorithms)}), "
+            "which drops groups of prompts that are always or never solved: such rows have no pass "
             "rate and are kept. Take the rates from `rl rollout` with "
             "stages.N.algorithm.dynamic_batches=0, or set missing: leave_out, which also leaves out "
             "prompts that were never sampled"
@@ -239,15 +239,16 @@ def _of_samples(candidates: Candidates, options: PassRateOptions) -> list[float 
     return of_rows
 
 
-def _dynamic_stages(folder: Path) -> list[str]:
-    """Returns the algorithms of the stages of a run that sample with `dynamic_batches`."""
+def _dynamic_algorithms(folder: Path) -> list[str]:
+    """Returns the algorithms with which a run samples under `dynamic_batches`, each once."""
     stages = read_config(folder, []).get("stages")
     algorithms = [each.get("algorithm") for each in stages or () if isinstance(each, dict)]
-    return [
+    names = [
         str(each.get("name"))
         for each in algorithms
         if isinstance(each, dict) and each.get("dynamic_batches")
     ]
+    return list(dict.fromkeys(names))
 
 
 def _key(prompt: Any) -> str:

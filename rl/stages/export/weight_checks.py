@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rl.stages.stage import StageKind
 
 
-def check_step(stage: StageKind, state: Any, metrics: dict[str, float], *, last: bool) -> None:
+def check_weights(stage: StageKind, state: Any, metrics: dict[str, float], *, last: bool) -> None:
     """Checks the weights after a step of the stage with these metrics.
 
     Raises ModelError if its updates made weights that are not finite. After the last step raises it

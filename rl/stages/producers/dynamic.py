@@ -53,28 +53,11 @@ class DynamicSampling(ProducerFilter):
             for group in groups:
                 (zero_std if group.has_zero_std(column) else useful).append(group)
         fillers = zero_std[: max(0, count - len(useful))]
-        metrics = self._metrics(batches, left_out=len(zero_std), fillers=len(fillers))
+        metrics = _metrics(batches, len(self.carried), left_out=len(zero_std), fillers=len(fillers))
         # Routes are large: a checkpoint does not hold them, so no groups are carried.
         self.carried = [] if self._stage.options.router_replay else useful[count:]
         result = joined(useful[:count] + fillers, batches, names)
         return replace(result, metrics={**result.metrics, **metrics})
-
-    def _metrics(
-        self, batches: Sequence[Rollouts], left_out: int, fillers: int
-    ) -> dict[str, float]:
-        """Returns the metrics of a step. left_out: groups with zero std of these generation
-        batches. fillers: those of them that fill the step."""
-        rewards = np.asarray([x for each in batches for x in each.scores.result().total])
-        sampled = sum(len(each.groups) for each in batches)
-        metrics = {
-            "dynamic/batches": float(len(batches)),
-            "dynamic/kept_share": 1.0 - left_out / sampled if sampled else 1.0,
-            "dynamic/carried": float(len(self.carried)),
-            "dynamic/without_difference": float(fillers),
-        }
-        if np.isfinite(rewards).any():
-            metrics["dynamic/reward_mean"] = float(np.nanmean(rewards))
-        return metrics
 
     def state(self) -> dict[str, Any]:
         carried = [group.to_json() for group in self.carried]
@@ -91,3 +74,24 @@ class DynamicSampling(ProducerFilter):
                 f"{self._stage.name}: {left_out} groups of the step before are left out: the rows "
                 "of their prompts have changed"
             )
+
+
+def _metrics(
+    batches: Sequence[Rollouts], carried: int, *, left_out: int, fillers: int
+) -> dict[str, float]:
+    """Returns the metrics of a step from its generation batches.
+
+    carried: number of groups carried from the step before. left_out: number of groups of these
+    batches with zero std. fillers: how many of them fill the step.
+    """
+    rewards = np.asarray([x for each in batches for x in each.scores.result().total])
+    sampled = sum(len(each.groups) for each in batches)
+    metrics = {
+        "dynamic/batches": float(len(batches)),
+        "dynamic/kept_share": 1.0 - left_out / sampled if sampled else 1.0,
+        "dynamic/carried": float(carried),
+        "dynamic/without_difference": float(fillers),
+    }
+    if np.isfinite(rewards).any():
+        metrics["dynamic/reward_mean"] = float(np.nanmean(rewards))
+    return metrics

@@ -98,6 +98,7 @@ def of_same_rows(plain: Sequence[Mapping[str, Any]], rows: Shard) -> list[Scored
 
     In a run of several processes all of them call it. Raises ModelError as `from_json`.
     """
+    # A group without a row goes on to `from_json`, which refuses it by name.
     known = [each for each in plain if (each.get("row") or 0) < rows.total]
     groups = [ScoredGroup.from_json(each, rows.take) for each in known]
     return [group for group in groups if group.has_prompt_of_row]
@@ -114,7 +115,7 @@ def _of_completion(problem: ProblemLike, plain: Mapping[str, Any], version: int)
 
 @dataclass(frozen=True)
 class ReadyScores:
-    """Scores that are computed already, in place of a handle."""
+    """Scores that are computed already, as `PendingScores`."""
 
     scores: Scores
 

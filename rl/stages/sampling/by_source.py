@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from rewards import Scores
-from rewards.workers.rounding import all_equal, without_rounding
+from rewards.workers.rounding import without_rounding
+from rl.stages.sampling.reward_statistics import reward_statistics
 from rollout.collect import Rollouts
 
 
@@ -26,12 +27,12 @@ def of_rollouts(rollouts: Rollouts, scores: Scores) -> dict[str, float]:
     result: dict[str, float] = {}
     for source in sorted({each for each in sources if each is not None}):
         rows = np.flatnonzero([each == source for each in sources])
-        scored = totals_PG[rows][np.isfinite(totals_PG[rows]).any(axis=1)]
+        statistics = reward_statistics(totals_PG[rows])
         result[f"source/{source}/rows"] = float(len(rows))
         result[f"source/{source}/mean_length"] = float(lengths_PG[rows].mean())
-        if scored.size:
-            result[f"source/{source}/reward_mean"] = float(scored[np.isfinite(scored)].mean())
-            result[f"source/{source}/frac_zero_std"] = float(np.mean(list(map(all_equal, scored))))
+        if statistics is not None:
+            result[f"source/{source}/reward_mean"] = statistics.mean
+            result[f"source/{source}/frac_zero_std"] = statistics.frac_zero_std
     return result
 
 

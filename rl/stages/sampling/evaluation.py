@@ -17,6 +17,7 @@ from rl.config.data import EvaluationOptions
 from rl.data.encoded import Problem
 from rl.errors import DataError
 from rl.stages.sampling.by_source import numbers_by_prefix
+from rl.stages.sampling.params import WITHOUT_FILTERS
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def params_of(
     """Returns how greedy and sampled completions of an evaluation are drawn. params: lengths and
     stops. Raises ValueError for settings of the evaluation that are out of range or do not fit
     these lengths."""
-    unfiltered = replace(params, n=1, top_k=0, top_p=1.0, min_p=0.0, **options.processors)
+    unfiltered = replace(params, n=1, **WITHOUT_FILTERS, **options.processors)
     greedy = replace(unfiltered, temperature=0)
     return greedy, replace(unfiltered, n=max(1, options.samples), temperature=options.temperature)
 

@@ -97,9 +97,9 @@ def _named(segment: Segment, counts: np.ndarray, vocabulary: int) -> np.ndarray:
 
 def _names_left_out(segment: Segment) -> np.ndarray:
     """Returns of which tokens of the policy the record names the ids that are left out."""
-    if segment.kept is None or not segment.kept.ids.size:
+    if segment.kept is None:
         return np.zeros(np.count_nonzero(segment.policy), bool)
-    return segment.kept.ids[:, 0] < -1
+    return segment.kept.names_left_out
 
 
 def width(longest: int, most: int) -> int:

@@ -13,11 +13,30 @@ from rewards import Scores
 from rewards.workers.rounding import all_equal, without_rounding
 from rl.accounting.flops import Operations, memory_share, rates
 from rl.stages.sampling import by_source
+from rl.stages.sampling.reward_statistics import reward_statistics
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
     from rollout.generator import Generator
+
+
+def sampled_metrics(
+    rollouts: Rollouts,
+    scores: Scores,
+    generator: Generator,
+    operations: Operations,
+    layout: Layout,
+    *,
+    drafted: bool,
+) -> dict[str, float]:
+    """Returns the metrics of the groups of a step: `group_metrics`, `generator_rates`, and those of
+    how the groups were chosen."""
+    return (
+        group_metrics(rollouts, scores, drafted=drafted)
+        | generator_rates(rollouts, operations, generator, layout)
+        | dict(rollouts.metrics)
+    )
 
 
 def group_metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:
@@ -32,8 +51,9 @@ def group_metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[
     scored = totals[np.isfinite(totals)]
     lengths = np.asarray([trajectory.length for trajectory in trajectories])
     ended = np.asarray([not trajectory.truncated for trajectory in trajectories])
+    statistics = reward_statistics(totals)
     result = {
-        "reward/mean": float(scored.mean()) if scored.size else float("nan"),
+        "reward/mean": float("nan") if statistics is None else statistics.mean,
         "reward/unscored": float(np.sum(~np.isfinite(totals))),
         "completion/mean_length": float(lengths.mean()),
         "completion/min_length": float(lengths.min()),
@@ -43,17 +63,15 @@ def group_metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[
     }
     counts = rollouts.counts
     if counts is not None:
+        # Of the rows of all decoding steps, those that produced a token.
         result["generator/useful_rows"] = counts["useful"] / max(1, counts["rows"])
         result["generator/prompt_tokens_read"] = float(counts["prefill"])
         result["generator/preempted"] = float(counts["preempted"])
         if "checked" in counts:
             result["generator/replaced_share"] = counts["replaced"] / max(1, counts["checked"])
-    if scored.size:
-        with_a_score = totals[np.isfinite(totals).any(axis=1)]
+    if statistics is not None:
         result["reward/std"] = 0.0 if all_equal(scored) else float(scored.std(ddof=1))
-        result["reward/frac_zero_std"] = float(
-            np.mean([all_equal(group) for group in with_a_score])
-        )
+        result["reward/frac_zero_std"] = statistics.frac_zero_std
     if rollouts.scoring:
         result["time/reward_models"] = rollouts.scoring
     if drafted and counts is not None:

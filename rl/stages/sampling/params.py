@@ -8,6 +8,9 @@ from typing import Any
 from rl.config.stage import SamplingOptions
 from rollout.types import SamplingParams
 
+WITHOUT_FILTERS = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""Fields of SamplingParams under which a token is drawn from the full distribution."""
+
 
 def sampling_params(
     options: SamplingOptions, stop_ids: Sequence[int], **changes: Any
@@ -30,5 +33,5 @@ def sampling_params(
 def greedy_params(options: SamplingOptions, stop_ids: Sequence[int]) -> SamplingParams:
     """Returns the parameters of greedy completions that are compared with samples: one of each
     prompt, without filters and forbidden tokens."""
-    unfiltered = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "min_tokens": 0, "bad_words": ()}
+    unfiltered = {**WITHOUT_FILTERS, "min_tokens": 0, "bad_words": ()}
     return sampling_params(options, stop_ids, n=1, temperature=0.0, **unfiltered)

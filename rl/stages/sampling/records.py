@@ -177,6 +177,7 @@ def _add_outputs(
     tokens["advantage"][new] = (
         batch.advantages[row] if batch.advantages.ndim == 1 else batch.advantages[row, new]
     )
+    # A row without a score has no segment: the updates computed nothing of it.
     if outputs and batch.segments[row].any():
         tokens["gap"][new] = outputs["logp_diff"][row, new]
         tokens["entropy"][new] = outputs["entropy"][row, new]
