@@ -267,7 +267,7 @@ class Estimator:
         logits = 8.0 * min(_LOGITS, tokens * config.vocab_size / mesh.shape["tensor"])
         temporaries = item * (3 * tokens * weights.widest + 2 * weights.layer) + logits
         if update:
-            temporaries = max(temporaries, logits + _kept_logits(graph, tokens))
+            temporaries = max(temporaries, logits + kept_logits(graph, tokens))
             temporaries += planned.gradient + item * tokens * (E * layers + kept)
         passes = 3.0 + again if update else 1.0
         work, moved = (passes * each for each in weights.forward(numbers // length, length))
@@ -311,7 +311,7 @@ class Estimator:
         return Cost(planned.resident, scores, planned.times * seconds)
 
 
-def _kept_logits(graph: Graph, tokens: float) -> float:
+def kept_logits(graph: Graph, tokens: float) -> float:
     """Returns the bytes of logits that a device keeps for the gradient of so many tokens."""
     own = graph.config.vocab_size // graph.layout.mesh.shape["tensor"]
     tiling = Tiling(graph.runtime.num_vocab_tiling, graph.layout)

@@ -20,6 +20,7 @@ from policy.heads import head
 from policy.mesh.device_memory import total_memory
 from policy.mesh.sharding import layout
 from policy.modes import make_step
+from rl.plan.estimate import kept_logits
 
 M, E, V = 13, 6, 11
 
@@ -390,6 +391,30 @@ def test_no_array_of_all_logits_is_made_where_none_is_kept(monkeypatch):
 
     assert "64x128xf32" in text(False) and "64x1024xf32" not in text(False)
     assert "8x64x128xf32" in text(True) and "8x64x128xf32" not in text(False)
+
+
+def test_a_compiled_gradient_holds_the_logits_that_it_keeps_and_an_estimate_counts_them(
+    monkeypatch, all_optimizations
+):
+    """A plan compiles this program, and so counts them; `rl plan --search` estimates."""
+    hidden, weight, targets = jnp.ones((64, 8)), jnp.ones((4096, 8)), jnp.zeros(64, int)
+    logits = 4 * 64 * 4096
+
+    def temporaries(keeps):
+        tile_of(monkeypatch, 256, keeps=keeps)
+        loss = jax.grad(lambda h, w: head.logprobs(h, w, targets, 1.0)[0].sum(), argnums=(0, 1))
+        compiled = jax.jit(lambda *a: loss(*a)).lower(hidden, weight).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    more = temporaries(True) - temporaries(False)
+    assert 0.9 * logits < more < 1.2 * logits
+    graph = random_model(families.read(configuration("Llama", num_hidden_layers=1))).graph
+    own = 4 * 64 * graph.config.vocab_size
+    tile_of(monkeypatch, 256, keeps=True)
+    assert kept_logits(graph, 64.0) == own
+    assert kept_logits(graph.with_runtime(num_vocab_tiling=2), 64.0) == 0
+    tile_of(monkeypatch, 256, keeps=False)
+    assert kept_logits(graph, 64.0) == 0
 
 
 def test_far_apart_logits_give_no_nan():
