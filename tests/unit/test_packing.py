@@ -263,6 +263,22 @@ def test_long_rows_change_an_update_by_rounding_alone(all_optimizations):
 
 
 @pytest.mark.slow
+def test_a_trainer_that_goes_on_packs_the_same_and_gives_the_same_bits(all_optimizations):
+    """Three batches whose rows have different lengths; the second trainer has not seen the first
+    two."""
+    batches = [batch(rows=8, length=length, seed=length) for length in (12, 30, 21)]
+    trainer, state = begin(learners.dense(), stage(GRPO), fresh=True)
+    shapes = {trainer.packing_of(data)[0].shape for data in batches}
+    assert len(shapes) == 3
+    for data in batches[:2]:
+        state, _ = trainer.update(state, data)
+    saved = jax.tree.map(np.array, state)
+    last = host(trainer.update(state, batches[2])[0])
+    other, _ = begin(learners.dense(), stage(GRPO), fresh=True)
+    assert same_bits(host(other.update(jax.tree.map(jnp.asarray, saved), batches[2])[0]), last)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dpo", "reward_model"])
 def test_updates_on_pairs_do_not_depend_on_how_they_are_cut(name):
     """Two pairs in a packed row and one row at a time, or all at once. A reward model leaves the
@@ -286,7 +302,7 @@ def test_updates_on_pairs_do_not_depend_on_how_they_are_cut(name):
         states.append(host(state))
         result.append(metrics)
     packing = trainer.packing_of(data)[0]
-    assert packing.filled_rows < len(rows) and packing.segments.max() == 4
+    assert packing.filled_rows < len(rows) and packing.segments.max() > 4
     for key in result[0]:
         if key != "perf/packed_share":
             np.testing.assert_allclose(
