@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from policy import remat
 from policy.attention.block_attention import SHORTEST_FLAT
 from policy.config import Attention, CompressedAttention, DecoderConfig, LatentAttention, LayerSpec
+from policy.heads.head import Tiling
 from policy.media import is_tower
 from policy.mesh.sharding import axes_of
 from policy.model import Graph
@@ -136,7 +137,7 @@ class Activations:
         return 2.0 * (self._bytes * self.widest + scores)
 
     def head(self, tokens: float) -> float:
-        """Returns the bytes of a chunk of logits and of its gradient, for so many tokens of a
+        """Returns the bytes of a tile of logits and of its gradient, for so many tokens of a
         device."""
         vocabulary = self.graph.config.vocab_size / self.graph.layout.mesh.shape["tensor"]
         return 8.0 * min(_LOGITS, tokens * vocabulary)
@@ -144,6 +145,13 @@ class Activations:
     @property
     def _bytes(self) -> int:
         return jnp.dtype(self.graph.runtime.dtype).itemsize
+
+
+def kept_logits(graph: Graph, tokens: float) -> float:
+    """Returns the bytes of logits that a device keeps for the gradient of so many tokens."""
+    own = graph.config.vocab_size // graph.layout.mesh.shape["tensor"]
+    tiling = Tiling(graph.runtime.num_vocab_tiling, graph.layout)
+    return 4.0 * tokens * own if tiling.keeps(math.ceil(tokens), own) else 0.0
 
 
 def _is_dense(layer: LayerSpec) -> bool:

@@ -29,12 +29,12 @@ from functools import cached_property
 
 import jax.numpy as jnp
 
-from policy.heads.head import Tiling
 from policy.layers.layer_embeddings import TABLE
 from policy.media import is_tower
 from policy.mesh.sharding import axes_of
 from policy.model import Graph
 from rl.accounting import chips
+from rl.accounting.activations import kept_logits
 from rl.accounting.flops import Operations
 from rl.accounting.program_names import UPDATES, ProgramName
 from rl.config.run import RunConfig
@@ -309,13 +309,6 @@ class Estimator:
         seconds = max(work / (chip.tflops * 1e12), weights.bytes * numbers / (chip.bandwidth * 1e9))
         scores = 4.0 * 16 * min(N, 512) * N * max(1, R // weights.parts)
         return Cost(planned.resident, scores, planned.times * seconds)
-
-
-def kept_logits(graph: Graph, tokens: float) -> float:
-    """Returns the bytes of logits that a device keeps for the gradient of so many tokens."""
-    own = graph.config.vocab_size // graph.layout.mesh.shape["tensor"]
-    tiling = Tiling(graph.runtime.num_vocab_tiling, graph.layout)
-    return 4.0 * tokens * own if tiling.keeps(math.ceil(tokens), own) else 0.0
 
 
 def teacher_work(planned: Planned) -> list[float] | None:

@@ -20,7 +20,7 @@ from policy.heads import head
 from policy.mesh.device_memory import total_memory
 from policy.mesh.sharding import layout
 from policy.modes import make_step
-from rl.plan.estimate import kept_logits
+from rl.accounting.activations import kept_logits
 
 M, E, V = 13, 6, 11
 

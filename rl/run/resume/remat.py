@@ -21,7 +21,7 @@ from policy.mesh.sharding import Layout
 from policy.model import Graph
 from policy.ops.host_memory import on_a_device, shard_bytes
 from rl.accounting import memory
-from rl.accounting.activations import Activations
+from rl.accounting.activations import Activations, kept_logits
 from rl.config.run import RunConfig
 from rl.run import build
 from rl.run.resume.continued import AUTO, with_remat
@@ -136,7 +136,9 @@ def _update(stage: StageKind, state: Any, resident: int, hosted: bool) -> Update
     sizes = Activations(graph)
     # The sum over micro-batches, and the gradient of one.
     gradients = 2 * sum(4 * shard_bytes(a) // a.dtype.itemsize for a in _trained(state))
-    fixed = resident + gradients + tokens * sizes.working(length) + sizes.head(tokens)
+    # Logits are kept until the gradient of the head; that of the layers comes after it.
+    largest = max(tokens * sizes.working(length), kept_logits(graph, tokens))
+    fixed = resident + gradients + largest + sizes.head(tokens)
     policies = ORDER[1:] if hosted else ORDER  # `none` would keep the fetched weights
     return UpdateMemory(fixed, {name: tokens * sizes.kept(name, length) for name in policies})
 
