@@ -26,7 +26,7 @@ from rl.training.batch import padded_batch
 from rl.training.learning_rate import drawn, learning_rate
 from rl.training.optimizer import schedule, stored_as
 from rl.training.updater import UpdateArguments, UpdateCall, updates_made
-from rl.training.weights import WeightGroup
+from rl.training.weights import WeightGroup, Weights
 from rollout import Generator, GeneratorOptions, SamplingParams
 
 
@@ -143,12 +143,12 @@ def test_rollout_updates_of_experts_are_the_same_for_any_micro_batch(algorithm):
 
 def test_groups_of_an_update_have_metrics_of_their_own():
     """The policy and a reward model, which are never in one update, have names without a prefix."""
-    assert {group for group in WeightGroup if not group.prefix} == {
-        WeightGroup.POLICY,
-        WeightGroup.REWARD_MODEL,
-    }
-    prefixes = [group.prefix for group in WeightGroup if group.prefix]
-    assert len({*prefixes}) == len(prefixes)
+    fields = {field.name for field in dataclasses.fields(Weights)}
+    groups = [group for group in WeightGroup if group.value in fields]
+    without = {group for group in groups if not group.prefix}
+    assert without == {WeightGroup.POLICY, WeightGroup.REWARD_MODEL}
+    prefixes = {group.prefix for group in groups if group.prefix}
+    assert len(prefixes) == len(groups) - len(without)
 
 
 def test_an_update_of_two_groups_happens_in_place():
