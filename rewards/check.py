@@ -45,8 +45,8 @@ _HOW_TO = """\
 
 _ONE_BY_ONE = """\
 called with two completions of a group: {}
-A run calls it with all completions of a group: return a list with one number for each
-completion."""
+A run calls it with all completions of a group: return a list
+with one number for each completion."""
 
 
 @dataclass(frozen=True)

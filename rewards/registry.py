@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 RewardFunction = Callable[..., "Sequence[float | None]"]
+T = TypeVar("T")
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 ENTRY_POINTS = "duet.rewards"
@@ -380,7 +381,7 @@ def _from_file(path: Path, spec: str) -> types.ModuleType:
     return module
 
 
-def _guarded(importing: Callable[[], Any], spec: str, file: str | None) -> Any:
+def _guarded(importing: Callable[[], T], spec: str, file: str | None) -> T:
     """Runs an import of the user's code. Turns any exception, also SystemExit, into a
     RewardError."""
     try:
@@ -414,7 +415,7 @@ def _member(module: types.ModuleType, name: str, spec: str) -> RewardFunction:
     raise RewardError(f"reward {spec}: no function {name!r} there{nearest(name, {*own, *here})}")
 
 
-def _callable(value: Any, spec: str) -> RewardFunction:
+def _callable(value: object, spec: str) -> RewardFunction:
     if not callable(value) or inspect.isclass(value):
         raise RewardError(f"reward {spec}: is a {type(value).__name__}, not a function")
     return cast(RewardFunction, value)

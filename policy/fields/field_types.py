@@ -20,7 +20,7 @@ _NOT_NEGATIVE = ("eps", "norm_eps", "initializer_range")
 _ANY_SIZE = ("dt_limit",)
 
 
-def wrong_fields(part: Any) -> Iterator[str]:
+def wrong_fields(part: object) -> Iterator[str]:
     """Yields what is wrong with the fields of a dataclass and of the dataclasses in it: a value of
     another type than declared, an integer below 1, a number that is not finite, or one outside the
     domain of what is computed with it."""

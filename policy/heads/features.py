@@ -7,7 +7,7 @@ B rows, T tokens, E hidden of the student, D of the teacher.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,8 @@ def by_number(
 
 
 def pairs_of(
-    student: Mapping[int, Any],
-    teacher: Mapping[int, Any],
+    student: Mapping[int, object],
+    teacher: Mapping[int, object],
     pairs: Sequence[tuple[int, int]] | None = None,
 ) -> list[tuple[int, int]]:
     """Returns the pairs (layer of the student, layer of the teacher) that are compared. None: equal

@@ -22,7 +22,7 @@ def split_groups(count: int, groups: list[int] | None) -> list[list[int]]:
     return list(members.values())
 
 
-def plain(value: Any, where: str) -> Any:
+def plain(value: object, where: str) -> Any:
     """Turns numpy arrays, numpy scalars and tuples into types that JSON has; pictures and sounds
     stay as they are.
 

@@ -91,7 +91,7 @@ def dump(message: dict) -> str:
     JSON nor this file knows."""
     numbers: dict[Content, int] = {}
 
-    def number(value: Any) -> dict[str, int]:
+    def number(value: object) -> dict[str, int]:
         if not isinstance(value, Content):
             raise TypeError(f"{type(value).__name__} is no type of JSON")
         return {_NUMBER: numbers.setdefault(value, len(numbers))}

@@ -36,12 +36,18 @@ import dataclasses
 import importlib
 import math
 import pkgutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rewards.suggest import nearest
 
 if TYPE_CHECKING:
+    import jax
+    import numpy as np
+    from pydantic import ValidationError
+
     from rl.algorithms._inputs import PolicyInputs
+
+MetricArray = TypeVar("MetricArray", "np.ndarray", "jax.Array")
 
 __all__ = ["PolicyInputs", "get", "known", "neutral_value", "reduce_metrics"]
 
@@ -74,7 +80,7 @@ def get(name: str, **options: Any) -> Any:
         ) from None
 
 
-def reduce_metrics(stacked: dict[str, Any]) -> dict[str, Any]:
+def reduce_metrics(stacked: dict[str, MetricArray]) -> dict[str, MetricArray]:
     """Reduces metrics of M micro-batches, each stacked to an array [M], to metrics of the
     mini-batch.
 
@@ -111,7 +117,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _with_nearest_names(error: Any, algorithm: str, names: list[str]) -> Any:
+def _with_nearest_names(
+    error: ValidationError, algorithm: str, names: list[str]
+) -> ValidationError:
     """Returns the same faults, with the nearest valid name and the full list for unknown
     options."""
     from pydantic import ValidationError

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from rl.algorithms._inputs import PolicyInputs, with_totals
 from rl.algorithms._losses import tokens_of
+from rl.algorithms._protocols import DistillCoefs
 
 _NAMES = {"forward": "distill/forward_kl", "reverse": "distill/reverse_kl", "jsd": "distill/jsd"}
 
 
-def distillation_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+class DistillOptions(Protocol):
+    """The options of `distill` that its loss reads."""
+
+    @property
+    def divergence(self) -> str: ...
+
+    @property
+    def alpha(self) -> float: ...
+
+    @property
+    def alpha_end(self) -> float | None: ...
+
+    @property
+    def temperature_squared(self) -> bool: ...
+
+    def coefs_of(self, inputs: PolicyInputs) -> DistillCoefs: ...
+
+
+def distillation_loss(
+    options: DistillOptions, inputs: PolicyInputs
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (scalar, metrics): alpha d + (1 - alpha) nll + features_coef f, means over the tokens
     of the batch.
 
@@ -26,7 +47,9 @@ def distillation_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, di
             f"PolicyInputs.{', '.join(missing)} missing: `distill` compares the policy with a "
             "teacher"
         )
-    inputs, (alpha, temperature, features_coef) = with_totals(inputs), options.coefs_of(inputs)
+    inputs = with_totals(inputs)
+    assert inputs.divergence is not None
+    coefs = options.coefs_of(inputs)
     tokens = tokens_of(inputs)
     nll = tokens.mean(-tokens.logp)
     soft = tokens.mean(_float32(inputs.divergence))
@@ -38,20 +61,20 @@ def distillation_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, di
     if tokens.entropy is not None:
         metrics["entropy"] = tokens.mean(tokens.entropy)
     if options.temperature_squared:
-        soft = soft * temperature**2
+        soft = soft * coefs.temperature**2
     alphas = {options.alpha, options.alpha if options.alpha_end is None else options.alpha_end}
     if alphas == {0.0}:
         loss = nll
     elif alphas == {1.0}:
         loss = soft
     else:
-        loss = alpha * soft + (1.0 - alpha) * nll
+        loss = coefs.alpha * soft + (1.0 - coefs.alpha) * nll
     if inputs.features is not None:
         features = tokens.mean(_float32(inputs.features))
         metrics["distill/features"] = features
-        loss = loss + features_coef * features
+        loss = loss + coefs.features_coef * features
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
-def _float32(array: Any) -> jax.Array:
+def _float32(array: jax.Array) -> jax.Array:
     return jnp.asarray(array, jnp.float32)

@@ -10,13 +10,17 @@ means are divided by counts of the mini-batch, so the metrics of its micro-batch
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from rl.algorithms._inputs import PolicyInputs, Sequences, correct_tokens, with_totals
+from rl.algorithms._protocols import OldLogps
+
+ArrayT = TypeVar("ArrayT")
 
 MAX_LOG_RATIO = (
     20.0  # exp(20) = 4.9e8: finite, and far beyond any clip range; the gradient is 0 outside
@@ -56,7 +60,85 @@ class Tokens:
         return (chosen_NT & self.mask).sum().astype(jnp.float32)
 
 
-def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+class CorrectionOptions(Protocol):
+    """The options that weigh or drop tokens by the difference of sampler and trainer, as
+    `PolicyGradient` describes them."""
+
+    @property
+    def old_logp(self) -> str | None: ...
+
+    @property
+    def correction(self) -> str | None: ...
+
+    @property
+    def correction_bounds(self) -> tuple[float, float]: ...
+
+    @property
+    def correction_normalize(self) -> bool: ...
+
+    @property
+    def rejection(self) -> str | None: ...
+
+    @property
+    def rejection_max(self) -> float | None: ...
+
+
+class PolicyLossOptions(CorrectionOptions, Protocol):
+    """A `PolicyGradient`, as `policy_loss` reads it."""
+
+    per_token_applies_correction: ClassVar[bool]
+
+    @property
+    def inputs(self) -> frozenset[str]: ...
+
+    @property
+    def aggregation(self) -> str: ...
+
+    @property
+    def kl(self) -> str: ...
+
+    @property
+    def kl_coef(self) -> float: ...
+
+    @property
+    def off_policy_delta(self) -> float | None: ...
+
+    @property
+    def top_entropy(self) -> float | None: ...
+
+    @property
+    def has_entropy_bonus(self) -> bool: ...
+
+    def with_totals(self, inputs: PolicyInputs) -> PolicyInputs: ...
+
+    def select_old_logp(self, arrays: OldLogps[ArrayT]) -> ArrayT: ...
+
+    def applied_entropy_coef(
+        self, coefs: Mapping[str, float | jax.Array] | None
+    ) -> float | jax.Array: ...
+
+    def per_token(self, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]: ...
+
+
+class ClipOptions(Protocol):
+    """The options of a `Clipped` loss."""
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]: ...
+
+    @property
+    def ratio(self) -> str: ...
+
+    @property
+    def delta(self) -> float | None: ...
+
+    @property
+    def dual_clip(self) -> float | None: ...
+
+
+def policy_loss(
+    options: PolicyLossOptions, inputs: PolicyInputs
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (scalar, metrics): the loss of a `PolicyGradient` with these options."""
     _check_inputs(options, inputs)
     inputs = options.with_totals(
@@ -66,7 +148,7 @@ def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str
     per_token, metrics = options.per_token(tokens)
     metrics |= _common_metrics(tokens)
     if options.off_policy_delta is not None:
-        per_token = jnp.where(_off_policy(options, tokens), 0.0, per_token)
+        per_token = jnp.where(_off_policy(options.off_policy_delta, tokens), 0.0, per_token)
     if options.top_entropy is not None:
         assert (
             tokens.entropy is not None and inputs.entropy_threshold is not None
@@ -95,16 +177,16 @@ def policy_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str
     return loss, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
-def supervised_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Returns (scalar, metrics): -logp, or -p logp with a constant p, averaged over the tokens of
-    the batch."""
+def supervised_loss(loss_type: str, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns (scalar, metrics): -logp (`nll`), or -p logp with a constant p (`dft`), averaged over
+    the tokens of the batch."""
     if inputs.logp is None:
         raise ValueError("PolicyInputs.logp is missing")
     inputs = with_totals(inputs)
     tokens = tokens_of(inputs)
     nll = tokens.mean(-tokens.logp)
     loss = nll
-    if options.loss_type == "dft":
+    if loss_type == "dft":
         loss = tokens.mean(-jax.lax.stop_gradient(jnp.exp(tokens.logp)) * tokens.logp)
     metrics = {"nll": nll}
     if tokens.entropy is not None:
@@ -115,6 +197,7 @@ def supervised_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict
 def correct_nll(inputs: PolicyInputs) -> jax.Array:
     """Returns the mean of -logp over the `correct` tokens of the mini-batch; 0 without any."""
     mask = (jnp.asarray(inputs.mask) != 0) & correct_tokens(inputs)
+    assert inputs.logp is not None  # the policy loss, to which this is added, asks for it
     return -_masked(inputs.logp, mask).sum() / _at_least_one(inputs.num_correct)
 
 
@@ -172,7 +255,7 @@ def aggregate(
     return total / (_at_least_one(inputs.num_sequences) * inputs.max_length)
 
 
-def _check_inputs(options: Any, inputs: PolicyInputs) -> None:
+def _check_inputs(options: PolicyLossOptions, inputs: PolicyInputs) -> None:
     needed = {
         "logp": True,
         "advantages": True,
@@ -194,7 +277,7 @@ def _check_inputs(options: Any, inputs: PolicyInputs) -> None:
         )
 
 
-def _masked(values: Any, mask: jax.Array) -> jax.Array:
+def _masked(values: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.where(mask, jnp.asarray(values, jnp.float32), 0.0)
 
 
@@ -203,9 +286,10 @@ def tokens_of(inputs: PolicyInputs) -> Tokens:
     sequences = Sequences(inputs)
     mask = sequences.mask_NT
 
-    def fixed(values: Any) -> Any:
-        return None if values is None else jax.lax.stop_gradient(_masked(values, mask))
+    def fixed(values: jax.Array) -> jax.Array:
+        return jax.lax.stop_gradient(_masked(values, mask))
 
+    assert inputs.logp is not None  # the losses ask for it
     logp = _masked(inputs.logp, mask)
     advantages = inputs.advantages
     if advantages is None:
@@ -219,14 +303,15 @@ def tokens_of(inputs: PolicyInputs) -> Tokens:
         mask=mask,
         logp=logp,
         old=jax.lax.stop_gradient(logp) if inputs.old_logp is None else fixed(inputs.old_logp),
-        sampler=fixed(inputs.sampler_logp),
-        ref=fixed(inputs.ref_logp),
+        sampler=None if inputs.sampler_logp is None else fixed(inputs.sampler_logp),
+        ref=None if inputs.ref_logp is None else fixed(inputs.ref_logp),
         entropy=None if inputs.entropy is None else _masked(inputs.entropy, mask),
         advantages=fixed(advantages),
     )
 
 
-def _at_least_one(count: Any) -> jax.Array:
+def _at_least_one(count: jax.Array | None) -> jax.Array:
+    assert count is not None  # counted by `with_totals`
     return jnp.maximum(jnp.asarray(count, jnp.float32), 1.0)
 
 
@@ -257,7 +342,7 @@ def importance_ratio(kind: str, tokens: Tokens) -> jax.Array:
     return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, highest))
 
 
-def clipped(options: Any, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+def clipped(options: ClipOptions, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (loss of `Clipped` at each token, clip fractions)."""
     (low, high), advantages = options.clip_bounds, tokens.advantages
     ratio = importance_ratio(options.ratio, tokens)
@@ -299,16 +384,16 @@ def _common_metrics(tokens: Tokens) -> dict:
     }
 
 
-def _off_policy(options: Any, tokens: Tokens) -> jax.Array:
+def _off_policy(delta: float, tokens: Tokens) -> jax.Array:
     """Returns bool[N,T]: tokens with A < 0 in sequences that the policy moved away from since
     sampling."""
     before = tokens.old if tokens.sampler is None else tokens.sampler
     drift = tokens.sequences.mean(before - jax.lax.stop_gradient(tokens.logp))
-    return (tokens.advantages < 0) & (tokens.sequences.to_tokens(drift) > options.off_policy_delta)
+    return (tokens.advantages < 0) & (tokens.sequences.to_tokens(drift) > delta)
 
 
 def _bounded_weight(
-    options: Any, tokens: Tokens, difference: jax.Array
+    options: CorrectionOptions, tokens: Tokens, difference: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (weight of each token by `correction`, whether it was out of bounds), [N,T]."""
     sequences = tokens.sequences
@@ -331,7 +416,9 @@ def _bounded_weight(
     return weight, outside
 
 
-def correction(options: Any, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+def correction(
+    options: CorrectionOptions, tokens: Tokens
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (detached weight [N,T] of the loss of each token, metrics) for the difference of
     sampler and trainer.
 
@@ -370,7 +457,7 @@ def correction(options: Any, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.A
     return weight, metrics
 
 
-def without_rejected(options: Any, inputs: PolicyInputs) -> PolicyInputs:
+def without_rejected(options: CorrectionOptions, inputs: PolicyInputs) -> PolicyInputs:
     """Returns the batch with a mask of 0 on tokens that correction or rejection drops, and with the
     mask before; a batch that has both as it is.
 
@@ -403,7 +490,7 @@ def with_rejected(tokens: Tokens) -> Tokens:
     )
 
 
-def with_mean_weight(options: Any, inputs: PolicyInputs) -> PolicyInputs:
+def with_mean_weight(options: CorrectionOptions, inputs: PolicyInputs) -> PolicyInputs:
     """Returns the batch, which holds its totals, with the mean weight of `correction` over its
     tokens, without those that `without_rejected` took out of the mask.
 
@@ -425,10 +512,13 @@ def _before_the_update(inputs: PolicyInputs, option: str) -> Tokens:
     return tokens_of(dataclasses.replace(inputs, logp=inputs.old_logp))
 
 
-def _rejected(options: Any, tokens: Tokens, difference: jax.Array) -> jax.Array:
+def _rejected(options: CorrectionOptions, tokens: Tokens, difference: jax.Array) -> jax.Array:
     """Returns bool[N,T]: tokens, or tokens of sequences, whose sampler-trainer divergence is above
     the limit."""
-    sequences, (where, estimator) = tokens.sequences, options.rejection.rsplit("_", 1)
+    # callers ask for a rejection, which goes together with its limit
+    assert options.rejection is not None and options.rejection_max is not None
+    sequences = tokens.sequences
+    where, estimator = options.rejection.rsplit("_", 1)
     if estimator == "ratio":
         divergence = jnp.abs(difference)
         limit = jnp.log(options.rejection_max)

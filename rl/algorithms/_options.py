@@ -3,8 +3,8 @@ its YAML keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast, dataclass_transform
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast, dataclass_transform
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
-def algorithm_options(*, defaults: dict[str, Any] | None = None) -> Callable[[type[T]], type[T]]:
+def algorithm_options(
+    *, defaults: Mapping[str, object] | None = None
+) -> Callable[[type[T]], type[T]]:
     """Returns a decorator that makes the fields of a class options. `defaults`: of inherited
     options."""
 

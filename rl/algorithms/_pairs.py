@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -85,40 +85,66 @@ class Ratios:
         return self.chosen / self.chosen_length - self.rejected / self.rejected_length
 
 
+class PairOptions(Protocol):
+    """The options of `dpo` that its losses read."""
+
+    @property
+    def loss_type(self) -> str: ...
+
+    @property
+    def beta(self) -> float: ...
+
+    @property
+    def label_smoothing(self) -> float: ...
+
+    @property
+    def nll_coef(self) -> float: ...
+
+    @property
+    def discopop_tau(self) -> float: ...
+
+
+class RankingOptions(Protocol):
+    """The options of `reward_model` that its loss reads."""
+
+    @property
+    def center_coef(self) -> float: ...
+
+
 def _smoothed_nll(z: jax.Array, smoothing: float) -> jax.Array:
     """Returns -log sigmoid(z), with the labels swapped for a share `smoothing` of the pairs."""
     return -(1 - smoothing) * log_sigmoid(z) - smoothing * log_sigmoid(-z)
 
 
-def _sigmoid(options: Any, r: Ratios) -> jax.Array:
+def _sigmoid(options: PairOptions, r: Ratios) -> jax.Array:
     """arXiv:2305.18290, eq. 7; with label_smoothing conservative DPO (Mitchell 2023)."""
     return _smoothed_nll(options.beta * r.difference, options.label_smoothing)
 
 
-def _robust(options: Any, r: Ratios) -> jax.Array:
+def _robust(options: PairOptions, r: Ratios) -> jax.Array:
     """arXiv:2403.00409: unbiased where a share label_smoothing of the preferences is wrong."""
     z = options.beta * r.difference
     s = options.label_smoothing
     return (-(1 - s) * log_sigmoid(z) + s * log_sigmoid(-z)) / (1 - 2 * s)
 
 
-def _hinge(options: Any, r: Ratios) -> jax.Array:
+def _hinge(options: PairOptions, r: Ratios) -> jax.Array:
     """The hinge loss of SLiC-HF (arXiv:2305.10425) with a margin of 1, on log-ratios instead of
     log-probabilities, as `loss_type: hinge` of TRL."""
     return jax.nn.relu(1 - options.beta * r.difference)
 
 
-def _ipo(options: Any, r: Ratios) -> jax.Array:
+def _ipo(options: PairOptions, r: Ratios) -> jax.Array:
     """arXiv:2310.12036, eq. 17, on means over tokens."""
     return (r.mean_difference - 1 / (2 * options.beta)) ** 2
 
 
-def _sigmoid_norm(options: Any, r: Ratios) -> jax.Array:
+def _sigmoid_norm(options: PairOptions, r: Ratios) -> jax.Array:
     """Means over tokens instead of sums (Tulu 3, arXiv:2411.15124)."""
     return -log_sigmoid(options.beta * r.mean_difference)
 
 
-def _exo_pair(options: Any, r: Ratios) -> jax.Array:
+def _exo_pair(options: PairOptions, r: Ratios) -> jax.Array:
     """arXiv:2402.00856, eq. 16: the divergence of the model's preference from the smoothed
     label."""
     z = options.beta * r.difference
@@ -128,7 +154,7 @@ def _exo_pair(options: Any, r: Ratios) -> jax.Array:
     )
 
 
-def _nca_pair(options: Any, r: Ratios) -> jax.Array:
+def _nca_pair(options: PairOptions, r: Ratios) -> jax.Array:
     """NCA for pairs (arXiv:2402.05369): the chosen answer gets likelier, and both are kept from
     getting likelier without bound."""
     chosen = options.beta * r.chosen
@@ -136,27 +162,27 @@ def _nca_pair(options: Any, r: Ratios) -> jax.Array:
     return -log_sigmoid(chosen) - 0.5 * log_sigmoid(-chosen) - 0.5 * log_sigmoid(-rejected)
 
 
-def _bco_pair(options: Any, r: Ratios) -> jax.Array:
+def _bco_pair(options: PairOptions, r: Ratios) -> jax.Array:
     """arXiv:2404.04656, without the shift, which is a mean over pairs."""
     return -log_sigmoid(options.beta * r.chosen) - log_sigmoid(-options.beta * r.rejected)
 
 
-def _apo_zero(options: Any, r: Ratios) -> jax.Array:
+def _apo_zero(options: PairOptions, r: Ratios) -> jax.Array:
     """arXiv:2408.06266, eq. 7: chosen answers up, rejected ones down."""
     return 1 - sigmoid(options.beta * r.chosen) + sigmoid(options.beta * r.rejected)
 
 
-def _apo_down(options: Any, r: Ratios) -> jax.Array:
+def _apo_down(options: PairOptions, r: Ratios) -> jax.Array:
     """arXiv:2408.06266, eq. 8: both down, rejected ones further."""
     return sigmoid(options.beta * r.chosen) + 1 - sigmoid(options.beta * r.difference)
 
 
-def _sppo_hard(options: Any, r: Ratios) -> jax.Array:
+def _sppo_hard(options: PairOptions, r: Ratios) -> jax.Array:
     """arXiv:2405.00675, eq. 4.7, with a probability of 1 that the chosen answer wins."""
     return (r.chosen - 0.5 / options.beta) ** 2 + (r.rejected + 0.5 / options.beta) ** 2
 
 
-def _discopop(options: Any, r: Ratios) -> jax.Array:
+def _discopop(options: PairOptions, r: Ratios) -> jax.Array:
     """arXiv:2406.08414, eq. 5: between the logistic and the exponential loss, by the log-ratio."""
     z = options.beta * r.difference
     share = sigmoid(z / options.discopop_tau)
@@ -179,7 +205,9 @@ LOSSES = {
 }
 
 
-def preference_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+def preference_loss(
+    options: PairOptions, inputs: PolicyInputs
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (scalar, metrics): the loss of `dpo` with these options. Raises ValueError for absent
     inputs."""
     if missing := [name for name in ("logp", "ref_logp") if getattr(inputs, name) is None]:
@@ -219,7 +247,9 @@ def preference_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict
     return loss + options.nll_coef * nll, jax.tree.map(jax.lax.stop_gradient, metrics)
 
 
-def ranking_loss(options: Any, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+def ranking_loss(
+    options: RankingOptions, inputs: PolicyInputs
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (scalar, metrics): the loss of `reward_model` with these options. Raises ValueError
     without scores."""
     if inputs.scores is None:

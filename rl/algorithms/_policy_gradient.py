@@ -13,7 +13,8 @@ reference model.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -21,7 +22,7 @@ from pydantic import Field, model_validator
 
 from rl.algorithms._advantages import combined_advantages, completion_mask, group_advantages
 from rl.algorithms._options import algorithm_options
-from rl.algorithms._sampled import Sampled
+from rl.algorithms._sampled import ArrayT, Sampled
 
 _KL_COEF = "kl/coef"
 Correction = Literal[
@@ -228,12 +229,16 @@ class PolicyGradient(Sampled):
         before the update is old_logp, and the update needs no pass for it."""
         return frozenset({"old_logp"} if self.old_logp == "trainer" else ())
 
+    def per_token(self, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns (loss of each token [N,T], metrics). Each algorithm has its own."""
+        raise NotImplementedError
+
     def token_flags(self, inputs: PolicyInputs) -> jax.Array | None:
         from rl.algorithms._token_flags import token_flags
 
         return token_flags(self, inputs)
 
-    def select_old_logp(self, arrays: Any) -> Any:
+    def select_old_logp(self, arrays: OldLogps[ArrayT]) -> ArrayT:
         """Returns the log-probabilities that the ratio of the loss divides by: the array
         `sampler_logp` or `old_logp` of a Batch or a PolicyInputs, as the option `old_logp` says."""
         return arrays.sampler_logp if self.old_logp == "sampler" else arrays.old_logp
@@ -265,7 +270,9 @@ class PolicyGradient(Sampled):
             "entropy_bonus_applied": float(low),
         }
 
-    def applied_entropy_coef(self, coefs: dict[str, Any] | None) -> Any:
+    def applied_entropy_coef(
+        self, coefs: Mapping[str, float | jax.Array] | None
+    ) -> float | jax.Array:
         """Returns the weight of the entropy bonus in this update."""
         if self.entropy_target is None:
             return self.entropy_coef
@@ -360,6 +367,7 @@ if TYPE_CHECKING:
 
     from rl.algorithms._inputs import PolicyInputs
     from rl.algorithms._losses import Tokens
+    from rl.algorithms._protocols import OldLogps
 
     _Mixin = PolicyGradient
 else:

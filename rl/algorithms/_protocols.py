@@ -7,10 +7,11 @@ head of rl/algorithms/__init__.py lists all.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
     from policy.heads.divergence import Divergence
     from rl.algorithms._inputs import PolicyInputs
@@ -104,4 +105,58 @@ class ScoreLoss(TrainedLoss, Protocol):
     @property
     def score_init_std(self) -> float:
         """Standard deviation of the first weights of the score head."""
+        ...
+
+
+class DistillCoefs(NamedTuple):
+    """The numbers of `distill` that follow the steps of a stage, of one mini-batch."""
+
+    alpha: float | jax.Array
+    temperature: float | jax.Array
+    features_coef: float | jax.Array
+
+
+ArrayT_co = TypeVar("ArrayT_co", covariant=True)
+
+
+class OldLogps(Protocol[ArrayT_co]):
+    """The log-probabilities that `select_old_logp` chooses from: of a Batch or a PolicyInputs."""
+
+    @property
+    def old_logp(self) -> ArrayT_co:
+        """Of the trainer, before the updates of the step."""
+        ...
+
+    @property
+    def sampler_logp(self) -> ArrayT_co:
+        """Of the generator."""
+        ...
+
+
+class SampledArrays(Protocol):
+    """The arrays of a Batch on the host that `estimate` reads. N completions of T tokens."""
+
+    @property
+    def mask(self) -> np.ndarray:
+        """[N,T]: 1 on the tokens that are trained on."""
+        ...
+
+    @property
+    def old_logp(self) -> np.ndarray | None:
+        """[N,T], of the trainer before the updates of the step."""
+        ...
+
+    @property
+    def ref_logp(self) -> np.ndarray | None:
+        """[N,T], of the reference model."""
+        ...
+
+    @property
+    def old_values(self) -> np.ndarray | None:
+        """[N,T], of the critic before the updates of the step."""
+        ...
+
+    @property
+    def last_values(self) -> np.ndarray | None:
+        """[N]: the value of the state after a truncated completion, else 0."""
         ...

@@ -3,7 +3,7 @@ completions."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import jax
 
     from rl.algorithms._inputs import PolicyInputs
+    from rl.algorithms._protocols import OldLogps, SampledArrays
+
+ArrayT = TypeVar("ArrayT")
 
 
 @algorithm_options()
@@ -63,7 +66,7 @@ class Sampled:
             raise ValueError("dynamic_reward does nothing without dynamic_batches")
         return self
 
-    def select_old_logp(self, arrays: Any) -> Any:
+    def select_old_logp(self, arrays: OldLogps[ArrayT]) -> ArrayT:
         """Returns the old log-probabilities among the arrays of a Batch or a PolicyInputs."""
         return arrays.old_logp
 
@@ -87,7 +90,7 @@ class Sampled:
         return self
 
     def estimate(
-        self, rewards: Any, lengths: Any, batch: Any, **inputs: Any
+        self, rewards: np.ndarray, lengths: np.ndarray, batch: SampledArrays, **inputs: Any
     ) -> tuple[np.ndarray, np.ndarray | None, dict[str, float]]:
         """Returns (advantages, returns that a critic learns or None, metrics) of the N = P G
         completions.

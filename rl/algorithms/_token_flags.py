@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rl.algorithms._inputs import PolicyInputs
-from rl.algorithms._losses import correction, importance_ratio, tokens_of, with_rejected
+from rl.algorithms._losses import (
+    PolicyLossOptions,
+    correction,
+    importance_ratio,
+    tokens_of,
+    with_rejected,
+)
 
 CLIPPED_LOW = 4
 CLIPPED_HIGH = 8
@@ -19,7 +24,7 @@ advantage pushes to, so that it has no gradient; the correction for the sampler'
 gives it the weight 0."""
 
 
-def token_flags(options: Any, inputs: PolicyInputs) -> jax.Array:
+def token_flags(options: PolicyLossOptions, inputs: PolicyInputs) -> jax.Array:
     """Returns uint8[N,T], the bits of each token under the policy-gradient loss `options`; 0
     outside the mask that the batch came with.
 

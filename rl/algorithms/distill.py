@@ -11,11 +11,12 @@ mixers. All are means over the tokens of the mini-batch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from rl.algorithms._options import algorithm_options
+from rl.algorithms._protocols import DistillCoefs
 from rl.algorithms._supervised import Supervised
 
 if TYPE_CHECKING:
@@ -142,14 +143,14 @@ class Algorithm(Supervised):
             name: scheduled(self.schedule, start, end, done) for name, (start, end) in ends.items()
         }
 
-    def coefs_of(self, inputs: PolicyInputs) -> tuple[Any, Any, Any]:
-        """Returns (alpha, temperature, features_coef) of a mini-batch, `PolicyInputs`."""
+    def coefs_of(self, inputs: PolicyInputs) -> DistillCoefs:
+        """Returns the scheduled numbers of a mini-batch."""
         coefs = inputs.adaptive_coefs or self.adaptive_coefs
-        return coefs[ALPHA], coefs[TEMPERATURE], coefs.get(FEATURES, 0.0)
+        return DistillCoefs(coefs[ALPHA], coefs[TEMPERATURE], coefs.get(FEATURES, 0.0))
 
     def temperature_of(self, inputs: PolicyInputs) -> jax.Array | float:
         """Returns the temperature of a mini-batch, `PolicyInputs`."""
-        return self.coefs_of(inputs)[1]
+        return self.coefs_of(inputs).temperature
 
     def loss(self, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the micro-batch's share of the mean over the tokens of the mini-batch, and

@@ -16,12 +16,17 @@ N rows, T tokens, S sequence numbers in a row.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._supervised import Supervised
+
+if TYPE_CHECKING:
+    import jax
+
+    from rl.algorithms._inputs import PolicyInputs
 
 
 @algorithm_options()
@@ -48,7 +53,7 @@ class Algorithm(Supervised):
         KL."""
         return frozenset({"ref_logp"} | ({"old_logp"} if self.loss_type == "kto" else set()))
 
-    def with_totals(self, inputs: Any) -> Any:
+    def with_totals(self, inputs: PolicyInputs) -> PolicyInputs:
         """Returns the `PolicyInputs` of a mini-batch with its counts, and z as `extra["z"]`."""
         import jax.numpy as jnp
 
@@ -58,6 +63,7 @@ class Algorithm(Supervised):
         extra = inputs.extra or {}
         if "z" in extra or "kl" not in extra:
             return inputs
+        assert inputs.num_sequences is not None  # counted by `with_totals`
         sequences = _inputs.Sequences(inputs)
         kl = jnp.where(
             sequences.exists_NS, sequences.mean(jnp.asarray(extra["kl"], jnp.float32)), 0.0
@@ -65,7 +71,7 @@ class Algorithm(Supervised):
         z = jnp.maximum(kl / jnp.maximum(inputs.num_sequences, 1.0), 0.0)
         return dataclasses.replace(inputs, extra=extra | {"z": z})
 
-    def loss(self, inputs: Any) -> tuple[Any, dict[str, Any]]:
+    def loss(self, inputs: PolicyInputs) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Returns the mean over the answers of the mini-batch, and metrics.
 
         `extra["label"]` is 1 on the tokens of good answers and 0 on others; `extra["kl"]` is the
@@ -84,10 +90,11 @@ class Algorithm(Supervised):
                 "reference model"
             )
         inputs = self.with_totals(inputs)
-        if (
-            missing := ({"label", "z"} if self.loss_type == "kto" else {"label"})
-            - inputs.extra.keys()
-        ):
+        assert inputs.logp is not None and inputs.ref_logp is not None and inputs.extra is not None
+        num_sequences = inputs.num_sequences
+        assert num_sequences is not None and inputs.num_tokens is not None  # of `with_totals`
+        needed = {"label", "z"} if self.loss_type == "kto" else {"label"}
+        if missing := needed - inputs.extra.keys():
             raise ValueError(f"PolicyInputs.extra holds no {', '.join(sorted(missing))}")
         sequences = _inputs.Sequences(inputs)
         z = (
@@ -104,8 +111,8 @@ class Algorithm(Supervised):
         )
         bad = sequences.exists_NS & ~good
 
-        def mean(values: Any, where: Any) -> Any:
-            return jnp.where(where, values, 0.0).sum() / jnp.maximum(inputs.num_sequences, 1.0)
+        def mean(values: jax.Array, where: jax.Array) -> jax.Array:
+            return jnp.where(where, values, 0.0).sum() / jnp.maximum(num_sequences, 1.0)
 
         loss = self.desirable_weight * mean(1 - jax.nn.sigmoid(self.beta * (ratio - z)), good)
         loss += self.undesirable_weight * mean(1 - jax.nn.sigmoid(self.beta * (z - ratio)), bad)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import jax
 
     from rl.algorithms._inputs import PolicyInputs
+    from rl.algorithms._protocols import SampledArrays
 
 
 @algorithm_options()
@@ -98,12 +99,19 @@ class Algorithm(KLReward, Clipped):
         return (super().inputs - {"token_kl"}) | extra
 
     def estimate(
-        self, rewards: Any, lengths: Any, batch: Any, **inputs: Any
+        self, rewards: np.ndarray, lengths: np.ndarray, batch: SampledArrays, **inputs: Any
     ) -> tuple[np.ndarray, np.ndarray | None, dict[str, float]]:
         """Returns (advantages, returns, metrics) as `advantages_per_token` does, from the arrays of
         the batch."""
-        arrays = batch.old_logp, batch.ref_logp, batch.old_values, batch.mask, batch.last_values
-        return self.advantages_per_token(np.reshape(rewards, -1), *arrays)
+        assert batch.old_values is not None  # `inputs` names `values`
+        return self.advantages_per_token(
+            np.reshape(rewards, -1),
+            batch.old_logp,
+            batch.ref_logp,
+            batch.old_values,
+            batch.mask,
+            batch.last_values,
+        )
 
     def advantages_per_token(
         self,
@@ -127,7 +135,7 @@ class Algorithm(KLReward, Clipped):
         rewards_NT, metrics = self._rewards(scores_N, old_logp, ref_logp, mask_NT)
         bootstrap_N = last_values if self.bootstrap_truncated else None
 
-        def estimate_with(lam):
+        def estimate_with(lam: float | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             return gae(rewards_NT, values, mask_NT, self.gamma, lam, bootstrap_N)
 
         advantages_NT, returns_NT = estimate_with(self._policy_lam(mask_NT))
@@ -138,14 +146,18 @@ class Algorithm(KLReward, Clipped):
             advantages_NT = whiten(advantages_NT, mask_NT)
         return advantages_NT, returns_NT, metrics
 
-    def _policy_lam(self, mask_NT: np.ndarray) -> Any:
+    def _policy_lam(self, mask_NT: np.ndarray) -> float | np.ndarray:
         """Returns lambda of the advantages: a scalar or float[N]."""
         if self.lam_alpha is None:
             return self.lam
         return np.clip(1.0 - 1.0 / (self.lam_alpha * np.maximum(mask_NT.sum(axis=1), 1)), 0.0, 1.0)
 
     def _rewards(
-        self, scores_N: np.ndarray, old_logp: Any, ref_logp: Any, mask_NT: np.ndarray
+        self,
+        scores_N: np.ndarray,
+        old_logp: ArrayLike | None,
+        ref_logp: ArrayLike | None,
+        mask_NT: np.ndarray,
     ) -> tuple[np.ndarray, dict[str, float]]:
         """Returns (reward of each token float64[N,T], metrics)."""
         rewards_NT = np.zeros(mask_NT.shape)
@@ -210,7 +222,7 @@ def gae(
     values: ArrayLike,
     mask: ArrayLike,
     gamma: float,
-    lam: Any,
+    lam: float | np.ndarray,
     last_values: ArrayLike | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (generalised advantage estimates, returns = advantage + value), float[N,T]; 0 where

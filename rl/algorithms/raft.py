@@ -9,9 +9,10 @@ kept completions.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import Field
 
 from rewards.workers.rounding import without_rounding
@@ -43,7 +44,7 @@ class Algorithm(Sampled):
         None, description="train only on completions with a reward above this; null: any"
     )
 
-    def advantages(self, rewards: Any, lengths: Any = None) -> np.ndarray:
+    def advantages(self, rewards: ArrayLike, lengths: ArrayLike | None = None) -> np.ndarray:
         """Returns float[P,G]: 1 where a completion is kept, else 0. Of equal rewards the first is
         kept.
 
@@ -77,7 +78,7 @@ class Algorithm(Sampled):
         """
         from rl.algorithms import _losses
 
-        return _losses.supervised_loss(self, self._with_kept_mask(inputs))
+        return _losses.supervised_loss(self.loss_type, self._with_kept_mask(inputs))
 
     def _with_kept_mask(self, inputs: PolicyInputs) -> PolicyInputs:
         import jax.numpy as jnp

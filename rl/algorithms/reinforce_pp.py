@@ -10,7 +10,7 @@ P prompts, G completions of each, T tokens.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -65,7 +65,9 @@ class Algorithm(KLReward, Clipped):
         dtype = precision(rewards)
         return whiten(np.where(mask_PGT, returns_PGT, 0.0), mask_PGT).astype(dtype)
 
-    def _returns(self, rewards_PG: np.ndarray, token_kl: Any, mask_PGT: np.ndarray) -> np.ndarray:
+    def _returns(
+        self, rewards_PG: np.ndarray, token_kl: ArrayLike | None, mask_PGT: np.ndarray
+    ) -> np.ndarray:
         """Returns the discounted return of each token; tokens outside the mask are skipped."""
         kl_PGT = (
             np.zeros(mask_PGT.shape)

@@ -36,4 +36,4 @@ class Algorithm(Supervised):
         needed."""
         from rl.algorithms._losses import supervised_loss
 
-        return supervised_loss(self, inputs)
+        return supervised_loss(self.loss_type, inputs)

@@ -13,7 +13,6 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rewards import RewardError, registry
 from rewards.workers.columns import plain
@@ -119,7 +118,7 @@ def has_sources(options: DataOptions) -> bool:
     return isinstance(options, NamedDataOptions) or options.columns.source is not None
 
 
-def _source_of(row: Mapping[str, Any], options: DataOptions) -> str | None:
+def _source_of(row: Mapping[str, object], options: DataOptions) -> str | None:
     """Returns where a row came from, as in `Example.source`. Raises MissingColumn."""
     column = options.columns.source
     if column is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from rollout.media.expand import Expanded
@@ -82,7 +82,11 @@ class Pair:
     margin: float
 
 
-def expanded_of(row: Problem | Row | Pair | Iterable[tuple[Row, Any]]) -> list[Expanded]:
+EncodedRow: TypeAlias = Problem | Row | Pair | Iterable[tuple[Row, float]]
+"""What a stage takes from a row of data: a prompt, a sequence, a pair, or answers with labels."""
+
+
+def expanded_of(row: EncodedRow) -> list[Expanded]:
     """Returns the pictures and sounds of a row of data: of a prompt, a sequence, a pair, or
     labelled answers."""
     if isinstance(row, Pair):

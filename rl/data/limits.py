@@ -13,6 +13,7 @@ from rl.config.data import DataOptions, datasets_of
 from rl.config.run import RunConfig
 from rl.data.encoded import Pair, Row
 from rl.errors import Fault
+from rollout.text.interface import Tokenizer
 
 T = TypeVar("T")
 FIT = 0.99
@@ -93,7 +94,7 @@ def too_long_key(config: RunConfig, source: DataOptions) -> str:
     return "data.too_long"
 
 
-def outside_vocabulary(tokenizer: Any, token: int, where: str, size: int) -> Fault:
+def outside_vocabulary(tokenizer: Tokenizer, token: int, where: str, size: int) -> Fault:
     """Returns why a row at a place with this token is refused by a model with `size` tokens."""
     text = tokenizer.convert_ids_to_tokens(token)
     return Fault(

@@ -18,11 +18,13 @@ from rewards.workers.media import Content, Picture, Sound
 from rl.config.run import RunConfig
 from rl.data import models, towers
 from rl.data.encoded import Example, Messages
+from rl.data.rows.files import DataRow
 from rl.errors import DataError
 from rollout.media import processors, rows
 from rollout.media.processor import KINDS, NOUNS, Kind, MediaError, Processor
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference
+from rollout.text.interface import Tokenizer
 
 COLUMNS: dict[Kind, tuple[str, str]] = rows.COLUMNS
 _LISTS: dict[Kind, str] = {kind: names[1] for kind, names in COLUMNS.items()}
@@ -35,7 +37,7 @@ _UNREAD = (
 )
 
 
-def read_processors(config: RunConfig, tokenizer: Any) -> Processors | None:
+def read_processors(config: RunConfig, tokenizer: Tokenizer) -> Processors | None:
     """Returns the processors of the run's model; None: it has no towers, or `model.media` is
     `never`.
 
@@ -49,7 +51,7 @@ def read_processors(config: RunConfig, tokenizer: Any) -> Processors | None:
 
 
 def processors_of(
-    directory: Path, tokenizer: Any, sections: dict | None = None
+    directory: Path, tokenizer: Tokenizer, sections: dict | None = None
 ) -> Processors | None:
     """Returns the processors of a model's directory; None: it has no towers.
 
@@ -119,7 +121,7 @@ def _unreadable_towers(directory: Path, problem: str) -> Processors | None:
     return Processors(None, None, problem) if has_towers else None
 
 
-def with_references(example: Example, row: dict[str, Any], base: Path, read: Processors) -> Example:
+def with_references(example: Example, row: DataRow, base: Path, read: Processors) -> Example:
     """Returns an example in the form of `rollout.media.rows.normalise`, with the references of its
     row.
 
@@ -185,7 +187,7 @@ def _answer(answer: str | Messages, base: Path) -> str | Messages:
     return normal
 
 
-def refuse(example: Example, row: dict[str, Any], base: Path) -> Example:
+def refuse(example: Example, row: DataRow, base: Path) -> Example:
     """Returns the example of a model that reads texts only. Raises ValueError as `refuse_media`,
     and for contents of messages that are no texts."""
     for conversation in _conversations(example):
@@ -198,7 +200,7 @@ def refuse(example: Example, row: dict[str, Any], base: Path) -> Example:
     return example
 
 
-def refuse_media(example: Example, row: dict[str, Any], base: Path) -> None:
+def refuse_media(example: Example, row: DataRow, base: Path) -> None:
     """Raises ValueError for an example with pictures or sounds: as parts of messages, as contents
     or files in a column for them, or as a column with as many tags in the texts. base: folder that
     relative paths start from."""
@@ -216,7 +218,7 @@ def _refuse_parts(example: Example) -> None:
                 )
 
 
-def _refuse_columns(row: dict[str, Any], base: Path) -> None:
+def _refuse_columns(row: DataRow, base: Path) -> None:
     for kind, names in COLUMNS.items():
         for name in names:
             if _holds_content(row.get(name), base):
@@ -227,7 +229,7 @@ def _refuse_columns(row: dict[str, Any], base: Path) -> None:
                 )
 
 
-def _holds_content(value: Any, base: Path) -> bool:
+def _holds_content(value: object, base: Path) -> bool:
     """Returns whether a value of a column is a picture or a sound: bytes, numbers, an object, or
     the name of a file."""
     match value:
@@ -249,7 +251,7 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _refuse_tags(example: Example, row: dict[str, Any]) -> None:
+def _refuse_tags(example: Example, row: DataRow) -> None:
     for kind, name in _LISTS.items():
         if name in row and isinstance(values := row.get(name), (list, tuple)) and values:
             conversation = example.prompt if example.messages is None else example.messages
@@ -310,7 +312,7 @@ def contents(references: Sequence[Reference], kind: Kind) -> list[Content]:
     ]
 
 
-def with_example_lists(example: dict[str, Any], base: Path) -> dict[str, Any]:
+def with_example_lists(example: dict[str, object], base: Path) -> dict[str, object]:
     """Returns an example of a reward (`rl reward test`) whose columns `image`, `images`, `audio`
     and `audios` are lists `images` and `audios` as rewards get them. base: as in `with_references`.
     Raises MediaError."""

@@ -8,10 +8,10 @@ import functools
 import json
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from rewards.suggest import nearest_path
 from rl.data.hub import COMMIT, PREFIX, HubName, fetch, hub_name
@@ -20,6 +20,7 @@ from rl.errors import DuetError, ModelError, ResourceError, no_room
 if TYPE_CHECKING:
     from policy.config import DecoderConfig
     from rl.config.model import ModelOptions
+    from rollout.text.interface import Tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 PROCESSOR_FILES = (
@@ -103,7 +104,7 @@ def copy_files(source: Path, names: Iterable[str], directory: Path) -> None:
                 write_keys(directory / name, keys)
 
 
-def write_keys(file: Path, keys: dict[str, Any]) -> None:
+def write_keys(file: Path, keys: Mapping[str, object]) -> None:
     """Writes a JSON file as transformers writes configurations."""
     file.write_text(json.dumps(keys, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -201,7 +202,7 @@ def positions_of(config: DecoderConfig) -> Positions | None:
     return Positions(number, learned=False)
 
 
-def ids_in_use(tokenizer: Any, model: ModelOptions) -> int:
+def ids_in_use(tokenizer: Tokenizer, model: ModelOptions) -> int:
     """Returns how many token ids a run may have: those of its tokenizer for which the model has an
     embedding. A tokenizer may be longer by tokens that no row uses."""
     size = vocabulary_size(model)

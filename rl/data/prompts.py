@@ -12,7 +12,7 @@ from rewards.suggest import nearest_path
 from rl.data import media
 from rl.data.encoded import Example, Problem
 from rl.data.encoding import ExampleEncoder
-from rl.data.rows.files import READERS, Malformed, parse_row, problem_of, read_file
+from rl.data.rows.files import READERS, DataRow, Malformed, parse_row, problem_of, read_file
 from rl.data.rows.messages import read_messages, read_tools
 from rl.errors import DataError
 from rollout.text.roles import misspelt, unusual_role
@@ -62,7 +62,7 @@ def _prompts(file: str) -> Iterator[Prompt]:
             yield Prompt(where, _checked(where, row))
 
 
-def _checked(where: str, row: dict[str, Any] | Malformed) -> dict[str, Any]:
+def _checked(where: str, row: DataRow | Malformed) -> dict[str, Any]:
     """Returns a row with `prompt`. Raises DataError for one that has none, or that cannot be
     read."""
     if isinstance(row, Malformed):
@@ -70,14 +70,14 @@ def _checked(where: str, row: dict[str, Any] | Malformed) -> dict[str, Any]:
     if (problem := problem_of(row)) is not None:
         raise DataError(f"{where}: {problem}")
     if not row.get("prompt") and row.get("messages"):
-        row = row | {"prompt": row["messages"]}
+        row = {**row, "prompt": row["messages"]}
     if not row.get("prompt"):
         columns = ", ".join(map(str, row)) or "none"
         raise DataError(
             f"{where}: not an object with `prompt`, a text or a list of messages (columns: "
             f"{columns})"
         )
-    return row
+    return dict(row)
 
 
 def problems(prompts: Sequence[Prompt], encoder: ExampleEncoder, base: Path) -> list[Problem]:

@@ -41,6 +41,7 @@ from rollout.media.expand import Expanded
 from rollout.media.loader import Loader
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference
+from rollout.text.interface import Tokenizer
 from rollout.text.tokenizer import bad_word_tokens, load_tokenizer
 
 T = TypeVar("T")
@@ -85,7 +86,7 @@ def _refuse_long(
     raise DataError(fault.message())
 
 
-def _check_reward_models(names: Sequence[str], tokenizer: Any, used: int) -> None:
+def _check_reward_models(names: Sequence[str], tokenizer: Tokenizer, used: int) -> None:
     """Raises ConfigError for a reward model with another tokenizer: it scores the token ids of the
     policy, of which `used` are in use."""
     for name in names:
@@ -363,7 +364,7 @@ class DataReader:
         self._has_media |= bool(everywhere)
         return replace(dataset, examples=with_lists(dataset.examples, sorted(everywhere)))
 
-    def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
+    def _once(self, key: tuple, make: Callable[[], T]) -> T:
         if key not in self._read:
             self._read[key] = make()
         return self._read[key]

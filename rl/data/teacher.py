@@ -15,6 +15,7 @@ from rewards.suggest import nearest_path
 from rl.config.model import TeacherOptions
 from rl.data import models
 from rl.errors import ConfigError, Fault, Key, ModelError
+from rollout.text.interface import Tokenizer
 from rollout.text.tokenizer import load_tokenizer, stop_ids
 
 # What `identity` reads of a file, in bytes: its start, and pieces.
@@ -166,7 +167,7 @@ def _feature_faults(
 
 
 def check_teacher(
-    options: TeacherOptions, tokenizer: Any, stops: tuple[int, ...], used: int
+    options: TeacherOptions, tokenizer: Tokenizer, stops: tuple[int, ...], used: int
 ) -> None:
     """Raises ConfigError for a teacher that reads other ids than the run or ends texts elsewhere,
     ModelError for one that is not there.
@@ -202,7 +203,7 @@ def check_vocabulary(
     where: str,
     vocabulary: dict[str, int],
     their_stops: tuple[int, ...],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     stops: tuple[int, ...],
 ) -> None:
     """Raises ConfigError if a teacher has another vocabulary, or ends a completion with other
@@ -219,7 +220,7 @@ def check_vocabulary(
 
 
 def check_stops(
-    where: str, their_stops: tuple[int, ...], tokenizer: Any, stops: tuple[int, ...]
+    where: str, their_stops: tuple[int, ...], tokenizer: Tokenizer, stops: tuple[int, ...]
 ) -> None:
     """Raises ConfigError if a teacher ends a completion with other ids than the run."""
     if set(their_stops) != set(stops):
@@ -231,7 +232,7 @@ def check_stops(
         )
 
 
-def _named(ids: tuple[int, ...], tokenizer: Any) -> str:
+def _named(ids: tuple[int, ...], tokenizer: Tokenizer) -> str:
     return ", ".join(
         f"{token} ({tokenizer.convert_ids_to_tokens(token)!r})" for token in sorted(ids)
     )

@@ -39,6 +39,7 @@ from safetensors.numpy import save_file
 
 from rl.data.encoded import Row
 from rl.errors import ConfigError, DataError
+from rollout.text.interface import Tokenizer
 
 FORMAT = 1
 _FIELDS = ("teacher_ids", "teacher_top", "teacher_rest")
@@ -70,7 +71,7 @@ class TeacherFacts:
     format: int = FORMAT
 
 
-def vocabulary_sha256(tokenizer: Any) -> str:
+def vocabulary_sha256(tokenizer: Tokenizer) -> str:
     """Returns a hash of the entries of a tokenizer's vocabulary."""
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()
 

@@ -16,6 +16,7 @@ from rl.config.run import RunConfig
 from rl.data import models, towers
 from rl.errors import ConfigError, ModelError
 from rollout.text.chat import with_variables
+from rollout.text.interface import Tokenizer
 from rollout.text.tokenizer import BUILT_IN, load_tokenizer, stop_ids
 
 _CONFIG = "tokenizer_config.json"
@@ -112,7 +113,7 @@ def history_of(config: RunConfig) -> str:
     return options.history if options else "template"
 
 
-def write_tokenizer(config: RunConfig, tokenizer: Any, directory: Path) -> None:
+def write_tokenizer(config: RunConfig, tokenizer: Tokenizer, directory: Path) -> None:
     """Writes the tokenizer of a run into the directory of a model that it trained.
 
     The files of a tokenizer's directory are copied as they are, since a program that reads them
@@ -126,7 +127,7 @@ def write_tokenizer(config: RunConfig, tokenizer: Any, directory: Path) -> None:
         with contextlib.suppress(ModelError):
             source = models.directory(options.source or config.model.source, part="tokenizer")
     if source is None or not (source / _CONFIG).is_file():
-        tokenizer.save_pretrained(directory)
+        tokenizer.save_pretrained(str(directory))
         _as_transformers_4(directory / _CONFIG)
         return
     models.copy_files(source, (*models.TOKENIZER_FILES, *models.VOCABULARY_FILES), directory)
@@ -140,6 +141,7 @@ def write_tokenizer(config: RunConfig, tokenizer: Any, directory: Path) -> None:
     template = tokenizer.chat_template
     if options.date is not None:  # the tokenizer's has the date in it
         template = Path(options.chat_template.file).read_text(encoding="utf-8")
+    assert isinstance(template, str)  # a file holds one template
     (directory / models.TEMPLATE_FILES[0]).write_text(template, encoding="utf-8")
     keys = json.loads((directory / _CONFIG).read_text(encoding="utf-8-sig"))
     if "chat_template" in keys:
@@ -160,7 +162,7 @@ def _as_transformers_4(file: Path) -> None:
 
 
 def _refuse_in_place_of_its_own(
-    tokenizer: Any, name: str, model: str, directory: Path | None
+    tokenizer: Tokenizer, name: str, model: str, directory: Path | None
 ) -> None:
     """Raises ConfigError for a built-in tokenizer whose ids are not those that the model's weights
     know."""

@@ -23,6 +23,7 @@ from rollout.media import processors
 from rollout.media.processor import MediaError
 from rollout.media.processors import ProcessorConfigs, Processors
 from rollout.text import media_tokens as tokens
+from rollout.text.interface import Tokenizer
 from rollout.text.tokenizer import MediaTokens
 
 
@@ -58,7 +59,7 @@ def media_tokens(model: ModelOptions) -> MediaTokens | None:
     return None if stored is None else tokens.joined(stored.classes)
 
 
-def read_processors(model: ModelOptions, tokenizer: Any) -> Processors | None:
+def read_processors(model: ModelOptions, tokenizer: Tokenizer) -> Processors | None:
     """Returns the processors of the model, with the markers of the tokenizer; None for one that
     reads texts only.
 
@@ -69,14 +70,14 @@ def read_processors(model: ModelOptions, tokenizer: Any) -> Processors | None:
     return None if stored is None else stored.processors(tokenizer, f"model {model.source}")
 
 
-def preset_changes(model: ModelOptions, tokenizer: Any) -> dict[str, Any]:
+def preset_changes(model: ModelOptions, tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the keys to change in the configuration of a preset: those of the run, and the ids
     that the tokenizer has for placeholders, such as `image_token_id`."""
     preset = _preset(model)
     return model.changes | ({} if preset is None else tokens.ids(preset[0], tokenizer))
 
 
-def write_files(model: ModelOptions, tokenizer: Any, directory: Path) -> None:
+def write_files(model: ModelOptions, tokenizer: Tokenizer, directory: Path) -> None:
     """Completes a saved directory of a model with towers, to which weights, tokenizer and the files
     of a source have been written: with the processor of a preset, and with the tokenizer's ids of
     placeholders in config.json."""

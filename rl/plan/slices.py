@@ -6,8 +6,9 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rl.errors import ConfigError, ResourceError
 
@@ -22,6 +23,15 @@ HOW = (
     "give KIND:AxB or KIND:AxBxC (v5p:8x8x4, v6e:4x4, v5e:4x4, v4:2x2x2, tpu7x:2x2x1), "
     "2xKIND:AxB for two slices, cpu:N, or gpu"
 )
+
+
+class PlannedDevice(Protocol):
+    """A device of jax, as far as a plan reads it."""
+
+    @property
+    def device_kind(self) -> str: ...
+
+    def memory_stats(self) -> Mapping[str, int] | None: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ class Topology:
             "XLA_FLAGS": flags,
         }
 
-    def memory(self, device: Any) -> float | None:
+    def memory(self, device: PlannedDevice) -> float | None:
         """Returns the bytes that a program may use on a device; None if there is no limit, as on a
         CPU."""
         from rl.accounting import chips

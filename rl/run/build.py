@@ -316,6 +316,7 @@ def decoder_of(
     if (directory := models.directory(options.source)) is not None:
         return sources.read_config(directory, options.sections, media=media), None
     if media:
+        assert tokenizer is not None  # callers read it for towers
         return sources.preset(
             options.source, towers.preset_changes(options, tokenizer), media=True
         ), None

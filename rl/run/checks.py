@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import rl.stages
 from policy import compatibility, remat
@@ -35,6 +35,9 @@ from rl.data.hub import hub_name
 from rl.errors import DuetError, Fault, Key
 from rl.stages import metric_names
 from rollout.types import SamplingParams
+
+if TYPE_CHECKING:
+    from rl.stages.stage import StageKind
 
 _BUILT_IN_TOKENIZERS = ("bytes", "characters")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -428,7 +431,7 @@ def _rewards(path: Key, settings: RewardSettings) -> Iterator[Fault]:
             yield Fault(f"{name[0]} is listed twice", key=(*path, "functions", number, "name"))
 
 
-def _metrics(stage: Any) -> Iterator[Fault]:
+def _metrics(stage: StageKind) -> Iterator[Fault]:
     """Checks names of metrics and of the reward function of dynamic sampling."""
     until = stage.options.until
     rewards = metric_names.reward_names(stage)
@@ -449,7 +452,7 @@ def _metrics(stage: Any) -> Iterator[Fault]:
         yield Fault(f"no reward function {dynamic!r}{nearest(dynamic, rewards)}", key=path)
 
 
-def _reward_models(config: RunConfig, stage: Any, trained: list[str]) -> Iterator[Fault]:
+def _reward_models(config: RunConfig, stage: StageKind, trained: list[str]) -> Iterator[Fault]:
     """Checks the sources of the reward models that a stage's rewards use.
 
     trained: names of the stages that train a reward model. Any other source is a directory.
@@ -484,7 +487,7 @@ def _reward_models(config: RunConfig, stage: Any, trained: list[str]) -> Iterato
             )
 
 
-def _teacher(config: RunConfig, stage: Any) -> Iterator[Fault]:
+def _teacher(config: RunConfig, stage: StageKind) -> Iterator[Fault]:
     """Checks the teacher of a stage, if it has one, against the policy."""
     if stage.teacher is None:
         if "teacher" in stage.inputs:

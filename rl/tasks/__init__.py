@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import pkgutil
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ def names() -> list[str]:
     )
 
 
-def check(name: str, options: dict[str, Any]) -> None:
+def check(name: str, options: Mapping[str, object]) -> None:
     """Raises ValueError for an unknown task or a bad option (in backticks), without generating
     problems."""
     if plugins.is_plugin(name):
@@ -55,7 +56,7 @@ def check(name: str, options: dict[str, Any]) -> None:
         importlib.import_module("rl.tasks._reasoning_gym").check(name, options)
 
 
-def problems(name: str, options: dict[str, Any], split: Split) -> list[TaskProblem]:
+def problems(name: str, options: Mapping[str, object], split: Split) -> list[TaskProblem]:
     """Returns the problems of a split, always the same in the same order. Raises ValueError as
     `check` does."""
     if split not in typing.get_args(Split):
@@ -72,7 +73,7 @@ def problems(name: str, options: dict[str, Any], split: Split) -> list[TaskProbl
     return importlib.import_module("rl.tasks._reasoning_gym").problems(name, options, split)
 
 
-def _problem(name: str, number: int, row: Any) -> TaskProblem:
+def _problem(name: str, number: int, row: object) -> TaskProblem:
     if isinstance(row, TaskProblem):
         return row
     if not isinstance(row, dict) or "prompt" not in row:
@@ -93,7 +94,7 @@ def is_held_out(text: str, share: float) -> bool:
     return hash_share(text) < share
 
 
-def _options(name: str, options: dict[str, Any]) -> Any:
+def _options(name: str, options: Mapping[str, object]) -> Any:
     kind = importlib.import_module(f"rl.tasks.{name}").Options
     valid = [one.name for one in dataclasses.fields(kind)]
     unknown = [key for key in options if key not in valid]

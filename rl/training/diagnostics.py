@@ -86,7 +86,7 @@ def activation_metrics(
     return metrics
 
 
-def not_finite(tree: Any) -> str | None:
+def not_finite(tree: object) -> str | None:
     """Returns the path of an array of floats with a number that is not finite, or None. All
     processes return the same.
 

@@ -6,19 +6,21 @@ The same function computes the device part on the device and the host part on th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from policy.ops.host_memory import fetch, on_host
 
+Tree = TypeVar("Tree")
 
-def _is_dict(node: Any) -> bool:
+
+def _is_dict(node: object) -> TypeGuard[dict]:
     return isinstance(node, dict)
 
 
-def _select(tree: Any, paths: frozenset[str], listed: bool) -> Any:
+def _select(tree: Tree, paths: frozenset[str], listed: bool) -> Tree:
     """Returns `tree` with the dict entries whose path is in `paths` if `listed`, else with the
     other entries."""
 
@@ -70,7 +72,7 @@ def mixed(
     return joined(on_each_memory(mixture, tables, reference, fetched_except(tables, params), mix))
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def joined(parts: Sequence[Tree]) -> Tree:
     """Merges the results of `on_each_memory` into one tree. A leaf that is not a dict comes from
     the device part."""
     return jax.tree.map(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ from policy.ops.parameter import MatrixDims
 from rl.config.stage import OptimizerOptions
 from rl.training.learning_rate import learning_rate
 
+State = TypeVar("State", bound=optax.OptState)
+"""The state of an optimizer: a tree of arrays, or of their shapes or shardings."""
+
 
 def schedule(options: OptimizerOptions, steps: int, updates_per_step: int = 1) -> optax.Schedule:
     """Returns `learning_rate` as a function of the update, in float32."""
@@ -34,7 +37,7 @@ def schedule(options: OptimizerOptions, steps: int, updates_per_step: int = 1) -
     return cast(optax.Schedule, rate)
 
 
-def at_update(state: Any, update: jax.Array) -> Any:
+def at_update(state: State, update: jax.Array) -> State:
     """Returns the state of `optimizer` whose next step has the learning rate of this update.
 
     Its own count leaves out updates that changed nothing.
@@ -393,7 +396,7 @@ _OPERATIONS = {"muon": _newton_schulz_operations}
 """Name of an optimizer whose rule has products -> their operations for each array."""
 
 
-def update_count(state: Any) -> jax.Array:
+def update_count(state: optax.OptState) -> jax.Array:
     """Returns the number of updates that changed the weights, from the state of an optimizer."""
 
     def counts(entry):
@@ -456,15 +459,19 @@ def stored_as(
     )
 
 
-def _wide(tree: Any) -> Any:
+def _wide(tree: State) -> State:
     return jax.tree.map(
         lambda a: a.astype(jnp.float32) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree
     )
 
 
 def at_once(
-    transform: optax.GradientTransformation, grads: dict, state: Any, weights: dict, good: jax.Array
-) -> tuple[dict, Any, jax.Array]:
+    transform: optax.GradientTransformation,
+    grads: dict,
+    state: State,
+    weights: dict,
+    good: jax.Array,
+) -> tuple[dict, State, jax.Array]:
     """Returns (weights, state, norm of the change) after a step; weights and state are unchanged if
     not `good`."""
     changes, new_state = transform.update(grads, state, weights)
@@ -473,15 +480,19 @@ def at_once(
     return weights, state, norm(changes)
 
 
-def norm(tree: Any) -> jax.Array:
+def norm(tree: optax.Updates) -> jax.Array:
     """Returns the Euclidean norm. Host memory supports no complex numbers, which optax's norm
     handles."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
 def by_layer(
-    transform: optax.GradientTransformation, grads: dict, state: Any, weights: dict, good: jax.Array
-) -> tuple[dict, Any, jax.Array]:
+    transform: optax.GradientTransformation,
+    grads: dict,
+    state: State,
+    weights: dict,
+    good: jax.Array,
+) -> tuple[dict, State, jax.Array]:
     """Returns the same as `at_once`, with one layer of a stack, or one other array, on the device
     at a time.
 
@@ -548,7 +559,9 @@ def _step_layers(step, grads: dict, arrays: tuple, counters: dict):
     return jax.lax.fori_loop(0, repeats, layer, (arrays, counters, jnp.float32(0.0)))
 
 
-def start(transform: optax.GradientTransformation, weights: dict, shardings: Any) -> Any:
+def start(
+    transform: optax.GradientTransformation, weights: dict, shardings: optax.OptState
+) -> optax.OptState:
     """Returns the state before the first step, with these shardings.
 
     The state is created group by group, so that the device never holds all moments.
@@ -567,7 +580,7 @@ def start(transform: optax.GradientTransformation, weights: dict, shardings: Any
     return jax.tree.unflatten(structure, state)
 
 
-def _by_path(entry: Any) -> bool:
+def _by_path(entry: object) -> TypeGuard[dict]:
     """Returns whether an entry of the state is a dict of arrays by path; other entries are
     counters."""
     return isinstance(entry, dict)

@@ -106,7 +106,7 @@ class Teacher(ABC):
         """Returns the model whose forward pass an update contains; None: it contains none."""
         return None
 
-    def operations(self, graph: Graph, lengths: Any) -> float:
+    def operations(self, graph: Graph, lengths: Sequence[int] | np.ndarray) -> float:
         """Returns the operations that an update of the policy of `graph` has in addition, over
         sequences of these lengths."""
         return 0.0
@@ -254,7 +254,7 @@ class ModelTeacher(Teacher):
     def model(self) -> Graph:
         return self.graph
 
-    def operations(self, graph: Graph, lengths: Any) -> float:
+    def operations(self, graph: Graph, lengths: Sequence[int] | np.ndarray) -> float:
         projections = self.projections(graph)
         learned = 0.0 if projections is None else projections.operations(lengths)
         return self._flops.forward(lengths) + learned
@@ -278,7 +278,7 @@ class ModelTeacher(Teacher):
         return None if pairs is None else [(n, m) for n, m in pairs]
 
     def states(
-        self, params: dict[str, Any], tokens: jax.Array, step: Step
+        self, params: dict[str, jax.Array], tokens: jax.Array, step: Step
     ) -> tuple[Decoder, jax.Array, Aux]:
         """Returns (decoder, final states [R, T, D], Aux) of a pass without a head."""
         decoder = self.graph.decoder(params)
@@ -397,7 +397,7 @@ class FeatureProjections:
         """Returns the matrices in the order of the pairs."""
         return [params[path] for path in self.paths]
 
-    def operations(self, lengths: Any) -> float:
+    def operations(self, lengths: Sequence[int] | np.ndarray) -> float:
         """Returns the operations of the products and of their gradients over sequences of these
         lengths."""
         return 6.0 * sum(E * D for E, D in self.sizes.values()) * float(np.sum(lengths))

@@ -31,7 +31,7 @@ from rl.config.stage import StageOptions
 from rl.data.towers import names_tower
 from rl.errors import ConfigError
 from rl.training.critic import Critic
-from rl.training.weights import WeightGroup, group_of
+from rl.training.weights import LearningModel, WeightGroup, group_of
 
 INDEXER = ".indexer."
 """Is part of the path of every weight of a key indexer (policy/attention/indexer.py)."""
@@ -81,7 +81,7 @@ class Frozen:
 
         return optax.GradientTransformation(transform.init, cast(Any, update))
 
-    def note(self, moments: Any) -> str | None:
+    def note(self, moments: optax.OptState) -> str | None:
         """Returns a line of a plan about the parts; None: there are none.
 
         moments: the state of the optimizer, as shapes with their shardings.
@@ -136,7 +136,7 @@ def trained_paths(
     return frozenset(filter(is_trained, paths))
 
 
-def frozen_weights(model: Any, stage: StageOptions) -> Frozen:
+def frozen_weights(model: LearningModel, stage: StageOptions) -> Frozen:
     """Returns the weights of a model that a stage does not train.
 
     Weights can be frozen in a policy, and in the trunk of a reward model, which starts as a copy of

@@ -536,7 +536,9 @@ class Update:
         """Returns the weights in the dtype of the products that read them."""
         return weights.with_group(self.group, self._graph.cast_for_products(weights[self.group]))
 
-    def _micro_batches(self, tree: Any, R: int) -> Any:
+    def _micro_batches(
+        self, tree: tuple[Batch, PolicyInputs], R: int
+    ) -> tuple[Batch, PolicyInputs]:
         """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows; scalars (totals) are
         repeated."""
         N = tree[0].tokens.shape[0]

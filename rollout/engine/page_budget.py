@@ -46,7 +46,7 @@ class PageBudget:
 
 
 def choose_page_budget(
-    empty: Callable[[Pages], Any],
+    empty: Callable[[Pages], object],
     layout: Layout,
     shape: tuple[int, int, int],
     pages: tuple[int | None, int],

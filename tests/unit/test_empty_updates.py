@@ -76,7 +76,7 @@ def test_the_metrics_of_a_step_are_those_of_the_updates_with_tokens():
         trainer=Trainer(),
         trains_policy=True,
         algorithm=algorithm,
-        _data_metrics=dict,
+        data_metrics=dict,
     )
 
     class Rows(SimpleNamespace):

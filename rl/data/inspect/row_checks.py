@@ -7,8 +7,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
+from rl.data.encoded import Example, Messages
 from rl.data.inspect.stage_rows import Encoded, StageRows, texts_in
 from rl.data.limits import outside_vocabulary
 from rl.errors import Fault
@@ -166,12 +166,12 @@ def duplicates(stage: StageRows) -> Iterator[Fault]:
         )
 
 
-def _identity(example: Any) -> tuple[str, ...]:
+def _identity(example: Example) -> tuple[str, ...]:
     """Returns what two equal prompts share: the text, and the digests of pictures and sounds."""
     return normalised(example.prompt), *(reference.digest for reference in example.references)
 
 
-def normalised(prompt: Any) -> str:
+def normalised(prompt: str | Messages) -> str:
     """Returns a prompt as text without differences of case, white space and Unicode form. Of
     messages, the last one."""
     text = prompt if isinstance(prompt, str) else "".join(texts_in(prompt[-1])) if prompt else ""
@@ -218,7 +218,7 @@ def columns(stage: StageRows) -> Iterator[Fault]:
     yield from _special_texts(stage, examples)
 
 
-def _special_texts(stage: StageRows, examples: Sequence[Any]) -> Iterator[Fault]:
+def _special_texts(stage: StageRows, examples: Sequence[Example]) -> Iterator[Fault]:
     specials = [text for text in stage.tokenizer.all_special_tokens if len(text) > 2]
     if not specials:
         return
@@ -237,7 +237,7 @@ def _special_texts(stage: StageRows, examples: Sequence[Any]) -> Iterator[Fault]
         )
 
 
-def _text(example: Any) -> str:
+def _text(example: Example) -> str:
     """Returns all texts of an example that its author wrote."""
     conversations = (
         () if isinstance(example.prompt, str) else example.prompt,
@@ -251,17 +251,17 @@ def _text(example: Any) -> str:
     return "\n".join((prompt, example.completion or "", messages, pair))
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     kind = type(value).__name__
     return {"NoneType": "null", "int": "number", "float": "number", "str": "text"}.get(kind, kind)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _start_of(example: Any) -> str:
+def _start_of(example: Example) -> str:
     return _text(example)[:40]
 
 

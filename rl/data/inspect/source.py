@@ -29,6 +29,7 @@ from rl.data.rows.forms import read_labelled
 from rl.data.tokenizer import history_of, read_tokenizer
 from rl.errors import ConfigError, DataError, Fault
 from rollout.media.processors import Processors
+from rollout.text.interface import Tokenizer
 from rollout.text.tokenizer import CHAT_TEMPLATE
 
 AnyData = TypeVar("AnyData", bound=DataOptions)
@@ -150,12 +151,16 @@ def declared_stops(config: RunConfig) -> dict[str, list[int]]:
     return {name: list(ids) for name, ids in generation_config.declared_stops(directory).items()}
 
 
-def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, ...]) -> StageRows:
+def stage_rows(
+    config: RunConfig, index: int, tokenizer: Tokenizer, stops: tuple[int, ...]
+) -> StageRows:
     """Returns the description of a stage, without rows."""
     options = config.stages[index]
     algorithm = rl.algorithms.get(options.algorithm.name, **(options.algorithm.model_extra or {}))
     samples = algorithm.stage == "online"
     data = datasets_of(options.data or config.data)
+    end = tokenizer.eos_token_id
+    assert end is not None  # `load_tokenizer` refuses tokenizers without one
     stops = tuple(sorted({*stops, *options.sampling.stop_token_ids}))
     return StageRows(
         name=config.stage_names[index],
@@ -168,7 +173,7 @@ def stage_rows(config: RunConfig, index: int, tokenizer: Any, stops: tuple[int, 
         limit=_limit(config, data, options.sampling.max_new_tokens if samples else 0),
         train_on=getattr(algorithm, "train_on", "assistant"),
         vocab_size=models.vocabulary_size(config.model),
-        declared_stops={"tokenizer": [tokenizer.eos_token_id], **declared_stops(config)},
+        declared_stops={"tokenizer": [end], **declared_stops(config)},
         task=bool(data) and all(each.task is not None for each in data),
         prompts_per_step=options.prompts_per_step,
     )

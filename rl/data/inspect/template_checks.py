@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from rl.data.encoded import Example
 from rl.data.inspect.stage_rows import SOME, Encoded, StageRows, texts_in
 from rl.errors import Fault
 from rollout.text import chat
+from rollout.text.interface import Tokenizer
 from rollout.text.spelling import decode_after, encode_after
 
 _CONTENT = "DuetAnswer"
@@ -28,12 +28,13 @@ def beginnings(stage: StageRows) -> Iterator[Fault]:
     if bos is None or bos in stage.stops:
         return
     inside = [row for row in stage.rows if bos in row.ids[1:]]
-    openings = _openings(tokenizer) if inside else ()
-    stray = [row for row in inside if _has_stray_beginning(tokenizer, row, openings)]
+    beginning: str = tokenizer.bos_token
+    openings = _openings(tokenizer, beginning) if inside else ()
+    stray = [row for row in inside if _has_stray_beginning(tokenizer, beginning, row, openings)]
     if stray:
         yield Fault(
             f"{len(stray)} of {len(stage.rows)} rows have a beginning of sequence "
-            f"({tokenizer.bos_token}) after their first token that no chat template wrote, "
+            f"({beginning}) after their first token that no chat template wrote, "
             f"first {stray[0].example.where}",
             "Remove it from the text",
             check=1,
@@ -41,20 +42,22 @@ def beginnings(stage: StageRows) -> Iterator[Fault]:
         )
 
 
-def _has_stray_beginning(tokenizer: Any, row: Encoded, openings: tuple[str, ...]) -> bool:
+def _has_stray_beginning(
+    tokenizer: Tokenizer, beginning: str, row: Encoded, openings: tuple[str, ...]
+) -> bool:
     """Tells whether a beginning of sequence after the first token is in a text of the row's author.
 
     In plain text, those that open a turn as the template does are none: another program has
     rendered the text.
     """
     if not isinstance(row.example.prompt, str) or row.example.messages is not None:
-        return any(tokenizer.bos_token in text for text in _strings(row.example))
+        return any(beginning in text for text in _strings(row.example))
     text = tokenizer.decode(row.ids[1:], skip_special_tokens=False)
-    _, *after = text.split(tokenizer.bos_token)
+    _, *after = text.split(beginning)
     return any(not each.startswith(openings) for each in after)
 
 
-def _openings(tokenizer: Any) -> tuple[str, ...]:
+def _openings(tokenizer: Tokenizer, beginning: str) -> tuple[str, ...]:
     """Returns what the chat template writes between the beginning of sequence that opens a turn and
     its content.
 
@@ -66,7 +69,7 @@ def _openings(tokenizer: Any) -> tuple[str, ...]:
     openings: set[str] = set()
     for messages in ([question, answer, question], [system, question, answer, question]):
         try:
-            _, *opened = _rendered(tokenizer, messages).split(tokenizer.bos_token)
+            _, *opened = _rendered(tokenizer, messages).split(beginning)
         except chat.ChatError:
             continue  # without a template, or one that refuses a system message
         if len(opened) > 1:
@@ -74,7 +77,7 @@ def _openings(tokenizer: Any) -> tuple[str, ...]:
     return tuple(openings - {""})
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     """Yields all texts that the author of an example wrote as prompt, completion, messages or
     pair."""
     match value:
@@ -89,7 +92,7 @@ def _strings(value: Any) -> Iterator[str]:
                 yield from _strings(each)
 
 
-def end_of_turn(tokenizer: Any) -> tuple[int | None, str]:
+def end_of_turn(tokenizer: Tokenizer) -> tuple[int | None, str]:
     """Returns (the token that follows the content of an assistant's turn in the chat template, its
     text).
 
@@ -118,7 +121,7 @@ def end_of_turn(tokenizer: Any) -> tuple[int | None, str]:
     return None, ""
 
 
-def end_of_turn_problem(tokenizer: Any, stops: Sequence[int]) -> str | None:
+def end_of_turn_problem(tokenizer: Tokenizer, stops: Sequence[int]) -> str | None:
     """Returns what is wrong with the end of an assistant's turn and how to mend it, or None.
 
     A policy that writes the template's end of turn has to stop there, or every completion runs to
@@ -304,11 +307,11 @@ def plain_prompts(stage: StageRows) -> Iterator[Fault]:
     )
 
 
-def _rendered(tokenizer: Any, messages: Sequence[dict], generation: bool = False) -> str:
+def _rendered(tokenizer: Tokenizer, messages: Sequence[dict], generation: bool = False) -> str:
     return chat.render_text(tokenizer, messages, generation)
 
 
-def _messages(example: Any) -> list[dict]:
+def _messages(example: Example) -> list[dict]:
     """Returns the conversation of an example; [] for plain texts."""
     if example.messages is not None:
         return list(example.messages)
@@ -318,14 +321,14 @@ def _messages(example: Any) -> list[dict]:
     return [*example.prompt, *answer]
 
 
-def _texts(example: Any) -> list[str]:
+def _texts(example: Example) -> list[str]:
     """Returns the plain texts of an example."""
     if not isinstance(example.prompt, str):
         return [text for message in _messages(example) for text in texts_in(message)]
     return [example.prompt, *([example.completion] if example.completion else [])]
 
 
-def _token(tokenizer: Any, ids: Sequence[int], place: int) -> str:
+def _token(tokenizer: Tokenizer, ids: Sequence[int], place: int) -> str:
     return (
         f"{tokenizer.decode(ids[place : place + 1])!r} ({ids[place]})"
         if place < len(ids)

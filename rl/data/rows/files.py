@@ -6,12 +6,15 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rl.errors import DataError
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import FileMetaData
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,9 @@ class Malformed:
 
     text: str
 
+
+DataRow: TypeAlias = Mapping[str, object]
+"""The columns of a row by name, with the values of its source."""
 
 Rows = Iterator[tuple[str, dict[str, Any] | Malformed]]
 """(place of the row for messages, the row)."""
@@ -51,7 +57,7 @@ def read_file(path: Path) -> Rows:
     return READERS[kind](path)
 
 
-def problem_of(value: Any, depth: int = 0) -> str | None:
+def problem_of(value: object, depth: int = 0) -> str | None:
     """Returns why no tokenizer and no reward can read a value; None: they can."""
     if isinstance(value, str):
         try:
@@ -123,7 +129,7 @@ def _json_rows(path: Path) -> Rows:
         yield f"{path}: entry {number}", _as_row(row)
 
 
-def _not_one_row(value: dict[str, Any]) -> str | None:
+def _not_one_row(value: DataRow) -> str | None:
     """Returns what is wrong with an object that holds rows and is none itself, or None. A row may
     hold lists of messages, and texts next to them."""
     lists = [each for each in value.values() if isinstance(each, list)]
@@ -162,7 +168,7 @@ def parse(text: str) -> Any:
         )
 
 
-def _as_row(value: Any) -> dict[str, Any] | Malformed:
+def _as_row(value: object) -> dict[str, Any] | Malformed:
     if isinstance(value, Malformed):
         return value
     if isinstance(value, dict):
@@ -170,7 +176,7 @@ def _as_row(value: Any) -> dict[str, Any] | Malformed:
     return Malformed(f"must be an object {{...}}, is {type(value).__name__}")
 
 
-def _not_finite(name: str, value: Any) -> Malformed | None:
+def _not_finite(name: str, value: object) -> Malformed | None:
     """Returns what is wrong with a column of JSON that holds a number that is not finite, or None.
     Python reads NaN, Infinity and 1e999, which a reward would turn into a score."""
     waiting = [value]
@@ -253,7 +259,7 @@ def _parquet_rows(path: Path) -> Rows:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from None
 
 
-def _batch_size(metadata: Any) -> int:
+def _batch_size(metadata: FileMetaData) -> int:
     """Returns the rows of a Parquet file that are read at a time: about _BATCH_BYTES, by the sizes
     in its metadata."""
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))

@@ -11,15 +11,16 @@ import math
 import string
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any, SupportsFloat, overload
 
 from rl.config.data import ColumnNames, DataOptions
 from rl.data.encoded import Example, Messages
+from rl.data.rows.files import DataRow
 from rl.data.rows.messages import read_messages, read_tools
 from rl.errors import ConfigError
 from rollout.text.roles import misspelt
 
-RowReader = Callable[[str, dict[str, Any], DataOptions], Example]
+RowReader = Callable[[str, DataRow, DataOptions], Example]
 """(where, row, options) -> Example."""
 
 _RESERVED = ("prompt", "prompts", "completion", "completions", "messages")
@@ -60,15 +61,13 @@ class MissingColumn(ValueError):
 
 
 def read_example(
-    where: str, row: dict[str, Any], options: DataOptions, demonstrations: bool = False
+    where: str, row: DataRow, options: DataOptions, demonstrations: bool = False
 ) -> Example:
     """Reads a row with a prompt or a conversation. demonstrations: it must have an answer."""
     return _with_tools(_read_example(where, row, options, demonstrations), row)
 
 
-def _read_example(
-    where: str, row: dict[str, Any], options: DataOptions, demonstrations: bool
-) -> Example:
+def _read_example(where: str, row: DataRow, options: DataOptions, demonstrations: bool) -> Example:
     columns = {key: value for key, value in row.items() if key not in _RESERVED}
     if _is_conversation(row, options, demonstrations):
         return _conversation(where, row, options, columns, demonstrations)
@@ -89,7 +88,7 @@ def _read_example(
     return Example(asked, messages=messages, columns=columns, where=where, first=len(asked))
 
 
-def read_pair(where: str, row: dict[str, Any], options: DataOptions) -> Example:
+def read_pair(where: str, row: DataRow, options: DataOptions) -> Example:
     """Reads a preference. Without a prompt, the answers are full conversations; the prompt is their
     common start."""
     names = options.columns
@@ -121,7 +120,7 @@ def read_pair(where: str, row: dict[str, Any], options: DataOptions) -> Example:
     )
 
 
-def read_labelled(where: str, row: dict[str, Any], options: DataOptions) -> Example:
+def read_labelled(where: str, row: DataRow, options: DataOptions) -> Example:
     """Reads a labelled answer (`label_of` returns its label), or a pair where there is no label."""
     if row.get("label") is None and row.get(options.columns.chosen) is not None:
         return read_pair(where, row, options)
@@ -139,13 +138,13 @@ def label_of(example: Example) -> float:
     return label
 
 
-def _label(value: Any) -> float | None:
+def _label(value: object) -> float | None:
     if isinstance(value, str):
         return _LABELS.get(value.strip().lower())
     return _LABELS.get(value) if isinstance(value, (bool, int, float)) else None
 
 
-def _with_tools(example: Example, row: dict[str, Any]) -> Example:
+def _with_tools(example: Example, row: DataRow) -> Example:
     """Returns an example of messages with the tools of its row. Without messages no template writes
     them."""
     if isinstance(example.prompt, str) or "tools" not in row:
@@ -158,9 +157,9 @@ def _with_tools(example: Example, row: dict[str, Any]) -> Example:
 
 def _conversation(
     where: str,
-    row: dict[str, Any],
+    row: DataRow,
     options: DataOptions,
-    columns: dict[str, Any],
+    columns: dict[str, object],
     demonstrations: bool,
 ) -> Example:
     name = _messages_column(row, options.columns)
@@ -171,13 +170,13 @@ def _conversation(
     messages = _with_system(said, options)
     if demonstrations and not answered:
         raise ValueError(
-            f"the last of `{name}` must be the assistant's, to learn from; {_role_of(said[-1])}"
+            f"the last of `{name}` must be the assistant's, to learn from; {_role_of(said[-1]['role'])}"
         )
     prompt, full = (messages[:-1], messages) if answered else (messages, None)
     return Example(prompt, messages=full, columns=columns, where=where)
 
 
-def _is_conversation(row: dict[str, Any], options: DataOptions, demonstrations: bool) -> bool:
+def _is_conversation(row: DataRow, options: DataOptions, demonstrations: bool) -> bool:
     """Returns whether a row is read as its messages. If it has a prompt as well, the prompt and its
     completion are read; a demonstration that has a prompt and no completion is read as its
     messages."""
@@ -187,7 +186,7 @@ def _is_conversation(row: dict[str, Any], options: DataOptions, demonstrations: 
     return row.get(names.prompt) is None or (demonstrations and row.get(names.completion) is None)
 
 
-def _messages_column(row: dict[str, Any], names: ColumnNames) -> str:
+def _messages_column(row: DataRow, names: ColumnNames) -> str:
     return _SHAREGPT if row.get(names.messages) is None and _SHAREGPT in row else names.messages
 
 
@@ -263,53 +262,54 @@ def _as_messages(prompt: str | Messages) -> Messages:
 # Columns
 
 
-def _answer(row: dict[str, Any], name: str) -> str | Messages:
+def _answer(row: DataRow, name: str) -> str | Messages:
     if name not in row:
         raise _missing(
             name,
             row,
             "pairs need it; set data.columns.chosen=COLUMN and data.columns.rejected=COLUMN",
         )
-    if row[name] is None or row[name] == "":
+    value = row[name]
+    if value is None or value == "":
         raise ValueError(f"`{name}` is empty")
-    return row[name] if isinstance(row[name], str) else _answer_messages(row[name], name)
+    return value if isinstance(value, str) else _answer_messages(value, name)
 
 
-def _answer_messages(value: Any, name: str) -> Messages:
+def _answer_messages(value: object, name: str) -> Messages:
     answer = read_messages(value, name)
     if answer[-1]["role"] != "assistant":
         raise ValueError(
-            f"the last message of `{name}` must be the assistant's; {_role_of(answer[-1])}"
+            f"the last message of `{name}` must be the assistant's; {_role_of(answer[-1]['role'])}"
         )
     return answer
 
 
-def _role_of(message: dict[str, Any]) -> str:
-    role = message["role"]
+def _role_of(role: str) -> str:
     meant = _ROLES_ELSEWHERE.get(role.strip().lower()) or misspelt(role)
     return f"its role is {role!r}" + (
         f", here {meant!r}" if meant is not None and meant != role else ""
     )
 
 
-def _margin(row: dict[str, Any], name: str) -> float:
+def _margin(row: DataRow, name: str) -> float:
     """Returns the margin as a number, also from the text of a CSV file; 0 if the row has none."""
-    if row.get(name) is None:
+    value = row.get(name)
+    if value is None:
         return 0.0
     try:
-        margin = float(row[name])
-    except (TypeError, ValueError):
+        margin = float(value) if isinstance(value, (str, SupportsFloat)) else math.nan
+    except ValueError:
         margin = math.nan
     if not math.isfinite(margin):
-        raise ValueError(f"`{name}` must be a finite number, got {row[name]!r}")
+        raise ValueError(f"`{name}` must be a finite number, got {value!r}")
     return margin
 
 
-def _has_prompt(row: dict[str, Any], options: DataOptions) -> bool:
+def _has_prompt(row: DataRow, options: DataOptions) -> bool:
     return row.get(options.columns.prompt) is not None or options.prompt_template is not None
 
 
-def _prompt(row: dict[str, Any], options: DataOptions) -> str | Messages:
+def _prompt(row: DataRow, options: DataOptions) -> str | Messages:
     """Returns the prompt of a row, without the system message of the options."""
     name = options.columns.prompt
     if options.prompt_template is not None:
@@ -345,7 +345,7 @@ def _with_system(prompt: str | Messages, options: DataOptions) -> str | Messages
     return [{"role": "system", "content": options.system}, *prompt]
 
 
-def _filled(template: str, row: dict[str, Any]) -> str:
+def _filled(template: str, row: DataRow) -> str:
     """Replaces each {column} of `template`. Accepts plain names only, so that a template cannot
     read attributes."""
     parts = []
@@ -370,7 +370,7 @@ def _filled(template: str, row: dict[str, Any]) -> str:
     return "".join(parts)
 
 
-def _missing(name: str, row: dict[str, Any], why: str) -> MissingColumn:
+def _missing(name: str, row: DataRow, why: str) -> MissingColumn:
     for column, others in _OTHER_NAMES.items():
         if other := next((each for each in others if each in row), None):
             why = why.replace(f"data.columns.{column}=COLUMN", f"data.columns.{column}={other}")

@@ -25,7 +25,7 @@ _WEIGHTS = ("weight", "train", "loss_mask")
 """Keys that say whether a turn of the assistant is trained on: of OpenAI, axolotl and ms-swift."""
 
 
-def read_messages(value: Any, name: str) -> Messages:
+def read_messages(value: object, name: str) -> Messages:
     """Returns the messages in column `name` as mappings of `role`, `content` and further keys of
     the template.
 
@@ -56,11 +56,11 @@ def _from_text(text: str, name: str, what: str) -> Any:
     return value
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return "an empty list" if value == [] else type(value).__name__
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} must be a mapping with `role` and `content`")
     given = {str(key): value for key, value in message.items() if value is not None}
@@ -76,7 +76,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return _with_weight(given, where)
 
 
-def _from_sharegpt(given: dict[str, Any], where: str) -> dict[str, Any]:
+def _from_sharegpt(given: Mapping[str, object], where: str) -> dict[str, Any]:
     """Returns a message {"from", "value"} of ShareGPT as one with role and content."""
     speaker = given["from"]
     if not isinstance(speaker, str) or speaker not in _SHAREGPT_ROLES:
@@ -86,14 +86,14 @@ def _from_sharegpt(given: dict[str, Any], where: str) -> dict[str, Any]:
     return {"role": _SHAREGPT_ROLES[speaker], **said, **rest}
 
 
-def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _tool_calls(calls: object, where: str) -> list[dict[str, Any]]:
     """Returns calls of tools with their arguments as objects."""
     if not isinstance(calls, (list, tuple)) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(f"{where}: `tool_calls` must be a list of mappings")
     return [_tool_call(call, where) for call in calls]
 
 
-def _tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _tool_call(call: Mapping[str, object], where: str) -> dict[str, Any]:
     function = call.get("function")
     inner = call if function is None else function
     if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
@@ -101,14 +101,15 @@ def _tool_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     written = inner.get("arguments") or {}
     arguments = parse(written) if isinstance(written, str) else _without_nulls(written)
     if isinstance(arguments, Malformed):
-        raise ValueError(f"{where}: `arguments` of {inner['name']} are no JSON: {written[:40]!r}")
+        start = str(written)[:40]
+        raise ValueError(f"{where}: `arguments` of {inner['name']} are no JSON: {start!r}")
     if not isinstance(arguments, Mapping):
         raise ValueError(f"{where}: `arguments` of {inner['name']} must be an object")
     read = {**_without_nulls(inner), "arguments": arguments}
     return read if function is None else {**_without_nulls(call), "function": read}
 
 
-def _with_weight(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _with_weight(message: Mapping[str, object], where: str) -> dict[str, Any]:
     """Returns the message with `weight: 0` if one of _WEIGHTS says so, and none of these keys
     otherwise."""
     weights = {key: message[key] for key in _WEIGHTS if key in message}
@@ -125,7 +126,7 @@ def _with_weight(message: dict[str, Any], where: str) -> dict[str, Any]:
     return rest
 
 
-def read_tools(value: Any) -> list[dict[str, Any]] | None:
+def read_tools(value: object) -> list[dict[str, Any]] | None:
     """Returns the tools in the column `tools` of a row of messages: JSON schemas of functions as
     chat templates take them, in a list or as its JSON text. Null and an empty list are None. Raises
     ValueError for anything else."""
@@ -141,7 +142,7 @@ def read_tools(value: Any) -> list[dict[str, Any]] | None:
     return list(value) if is_text else [_without_nulls(each) for each in value]
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Any:
     """Returns a value without the keys that are null: Arrow gives all objects of a column the same
     keys."""
     if isinstance(value, Mapping):

@@ -12,7 +12,7 @@ from rl import tasks
 from rl.config.data import DataOptions
 from rl.data.hub import hub_name
 from rl.data.rows import folders
-from rl.data.rows.files import Malformed, Rows, problem_of, read_file
+from rl.data.rows.files import DataRow, Malformed, Rows, problem_of, read_file
 from rl.errors import ConfigError, DataError
 
 _BATCH = 16
@@ -165,7 +165,7 @@ def _stop_decoding(feature: Any) -> bool:
     return hasattr(feature, "feature") and _stop_decoding(feature.feature)
 
 
-def _numbered(rows: Iterable[dict[str, Any]], name: str) -> Rows:
+def _numbered(rows: Iterable[DataRow], name: str) -> Rows:
     number = 0
     try:
         for number, row in enumerate(rows):

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import rl.algorithms
+from rl.algorithms._protocols import TrainedLoss
 from rl.config import changes
 from rl.config.run import RunConfig
 from rl.config.stage import StageOptions
@@ -161,7 +162,7 @@ def _loss(algorithm: Any, temperature: float) -> Iterator[str]:
         yield f"         also {', '.join(used)} (docs/algorithms.md)"
 
 
-def _changed(algorithm: Any) -> list[str]:
+def _changed(algorithm: TrainedLoss) -> list[str]:
     """Returns the options that differ from the algorithm's defaults."""
     default = rl.algorithms.get(algorithm.name)
     pairs = (
@@ -171,6 +172,6 @@ def _changed(algorithm: Any) -> list[str]:
     return [f"{name} {value} (default {usual})" for name, value, usual in pairs if value != usual]
 
 
-def _first_sentence(algorithm: Any) -> str:
+def _first_sentence(algorithm: TrainedLoss) -> str:
     text = inspect.getdoc(inspect.getmodule(type(algorithm))) or ""
     return " ".join(text.split("\n\n")[0].split()).rstrip(".")

@@ -23,7 +23,7 @@ from policy.cache.media import Media, MediaTable
 from policy.execution.encoding import MediaEncoder, PaddedInputs
 from policy.media import Item, Kind, is_tower
 from policy.mesh import processes
-from rl.data.encoded import expanded_of
+from rl.data.encoded import EncodedRow, expanded_of
 from rl.errors import DataError
 from rl.training.trainable import frozen_weights, trained_paths
 from rollout.media.loader import Loader
@@ -186,7 +186,7 @@ class MediaTables:
 
     @classmethod
     def of_blocks(
-        cls, graph: Graph, processors: Processors, blocks: Iterable[Sequence[Any]]
+        cls, graph: Graph, processors: Processors, blocks: Iterable[Sequence[EncodedRow]]
     ) -> MediaTables:
         """Returns what makes the tables of blocks of rows of data, each with a table of its own."""
         M = max(table_rows([expanded_of(row) for row in block], len(block)) for block in blocks)
@@ -249,7 +249,7 @@ class MediaTables:
         }
         return self.encoder.compile_ahead(params, sizes, self.M)
 
-    def prefetch(self, rows: Iterable[Any]) -> None:
+    def prefetch(self, rows: Iterable[EncodedRow]) -> None:
         """Starts to decode the contents of these rows of data, the first ones first."""
         shown = [each for row in rows for each in expanded_of(row)]
         self.loader.prefetch([reference for each in shown for reference in each.references])
