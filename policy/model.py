@@ -90,13 +90,13 @@ class Graph:
             p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, Constant)
         )
         tables = (p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, RowTable))
-        self.tables = frozenset(tables if runtime.table_memory == "host" else ())
+        self.host_tables = frozenset(tables if runtime.table_memory == "host" else ())
         matrices = frozenset(
             path
             for path in self.paths
             if path not in self.untrained and belongs_there(self.axes[path])
         )
-        self.hosted = self.tables | matrices if runtime.host_parameters else self.tables
+        self.hosted = self.host_tables | matrices if runtime.host_parameters else self.host_tables
         self.shapes = {
             path: jax.ShapeDtypeStruct(
                 v.shape, jnp.dtype(v.kind if path in self.untrained else runtime.param_dtype)
@@ -139,7 +139,7 @@ class Graph:
         """Returns the module with these arrays; to be called inside a jitted function. Weights in
         host memory and outside the stacks are fetched to the device here, except tables; a stack
         fetches its own, one repeat at a time."""
-        stay = self.tables
+        stay = self.host_tables
         params = {
             p: array if p.startswith("stacks.") or p in stay else fetch(array)
             for p, array in params.items()

@@ -25,65 +25,49 @@ class PolicyInputs:
     """
 
     mask: jax.Array  # [N,T] 1 on trained tokens: not on prompts, padding and tool output
-    logp: jax.Array | None = (
-        None  # float32[N,T] log-probability of token t under the policy, with gradient
-    )
+    # float32[N,T] log-probability of token t under the policy, with gradient
+    logp: jax.Array | None = None
     old_logp: jax.Array | None = None  # before the first update of this batch; None: equal to logp
     sampler_logp: jax.Array | None = None  # from the generator
     ref_logp: jax.Array | None = None  # from the reference model
     entropy: jax.Array | None = None  # entropy of the distribution of token t, with gradient
     advantages: jax.Array | None = None  # [N] or [N,T]
-    scores: jax.Array | None = (
-        None  # [N,T] output of a trained reward model for the text up to token t, with gradient
-    )
-    divergence: jax.Array | None = (
-        None  # from the teacher's distribution of token t, with gradient, at one temperature
-    )
-    features: jax.Array | None = (
-        None  # distance from the teacher's layers at the state that predicts t, with gradient
-    )
-    teacher: dict[str, jax.Array] | None = (
-        None  # [N,T] further numbers of that comparison, for metrics, by name
-    )
-    margin: jax.Array | None = (
-        None  # score difference that a pair should have, read at the last token of an answer
-    )
+    # [N,T] output of a trained reward model for the text up to token t, with gradient
+    scores: jax.Array | None = None
+    # from the teacher's distribution of token t, with gradient, at one temperature
+    divergence: jax.Array | None = None
+    # distance from the teacher's layers at the state that predicts t, with gradient
+    features: jax.Array | None = None
+    # [N,T] further numbers of that comparison, for metrics, by name
+    teacher: dict[str, jax.Array] | None = None
+    # score difference that a pair should have, read at the last token of an answer
+    margin: jax.Array | None = None
     extra: dict[str, jax.Array] | None = None  # [N,T] further numbers of the data, by name
-    segments: jax.Array | None = (
-        None  # int[N,T] in 0..T: sequence within the row, 0 is padding; None: one a row
-    )
-    prompt: jax.Array | None = (
-        None  # int[N], or [N,T] for packed rows: index of the group; -1: padding
-    )
+    # int[N,T] in 0..T: sequence within the row, 0 is padding; None: one a row
+    segments: jax.Array | None = None
+    # int[N], or [N,T] for packed rows: index of the group; -1: padding
+    prompt: jax.Array | None = None
     full_mask: jax.Array | None = None  # [N,T] the mask with dropped tokens that count in no mean
     num_full_tokens: jax.Array | None = None  # scalar: sum of full_mask over the mini-batch
-    num_tokens: jax.Array | None = (
-        None  # scalar: sum of mask over the mini-batch; None: counted here
-    )
+    # scalar: sum of mask over the mini-batch; None: counted here
+    num_tokens: jax.Array | None = None
     num_sequences: jax.Array | None = None  # scalar
     num_prompts: jax.Array | None = None  # scalar
     chosen_tokens: jax.Array | None = None  # scalar: sum of mask over the chosen answers of pairs
-    prompt_tokens: jax.Array | None = (
-        None  # [N] or [N,T]: sum of mask over all completions of the prompt
-    )
-    correct: jax.Array | None = (
-        None  # [N] or [N,T]: 1 on completions that are correct, for a loss that imitates them
-    )
-    num_correct: jax.Array | None = (
-        None  # scalar: sum of mask over the correct completions of the mini-batch
-    )
-    mean_weight: jax.Array | None = (
-        None  # scalar: mean sampler-correction weight over the tokens of the mini-batch
-    )
-    entropy_threshold: jax.Array | None = (
-        None  # scalar: entropy quantile of the batch, for `top_entropy`
-    )
-    adaptive_coefs: dict[str, jax.Array] | None = (
-        None  # scalars that the algorithm adapts during training
-    )
-    max_length: int | None = dataclasses.field(
-        default=None, metadata={"static": True}
-    )  # largest completion, tokens
+    # [N] or [N,T]: sum of mask over all completions of the prompt
+    prompt_tokens: jax.Array | None = None
+    # [N] or [N,T]: 1 on completions that are correct, for a loss that imitates them
+    correct: jax.Array | None = None
+    # scalar: sum of mask over the correct completions of the mini-batch
+    num_correct: jax.Array | None = None
+    # scalar: mean sampler-correction weight over the tokens of the mini-batch
+    mean_weight: jax.Array | None = None
+    # scalar: entropy quantile of the batch, for `top_entropy`
+    entropy_threshold: jax.Array | None = None
+    # scalars that the algorithm adapts during training
+    adaptive_coefs: dict[str, jax.Array] | None = None
+    # largest completion, tokens
+    max_length: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 class Sequences:

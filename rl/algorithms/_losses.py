@@ -1,10 +1,9 @@
 """Computes losses and metrics from log-probabilities and advantages, on the device.
 
-Shapes: N rows of T tokens; S sequence numbers in a row (0 is padding). lp, lo, ls, lr are current,
-old, sampler's and reference's log-probabilities. Every array is replaced where the mask is 0
-*before* any exp or difference: 0 * inf is NaN in a gradient. All sums are float32. Metrics that are
-means are divided by counts of the mini-batch, so the metrics of its micro-batches add up
-(`rl.algorithms.reduce_metrics`).
+Shapes: N rows of T tokens; S sequence numbers in a row (0 is padding). Every array is replaced
+where the mask is 0 *before* any exp or difference: 0 * inf is NaN in a gradient. All sums are
+float32. Metrics that are means are divided by counts of the mini-batch, so the metrics of its micro-batches
+add up (`rl.algorithms.reduce_metrics`).
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from rl.algorithms._protocols import OldLogps
 
 ArrayT = TypeVar("ArrayT")
 
-MAX_LOG_RATIO = (
-    20.0  # exp(20) = 4.9e8: finite, and far beyond any clip range; the gradient is 0 outside
-)
-MAX_SEQUENCE_LOG_RATIO = 10.0  # for `sequence_token`, as in verl
+# exp(20) = 4.9e8: finite, and far beyond any clip range; the gradient is 0 outside.
+MAX_LOG_RATIO = 20.0
+# For `sequence_token`, as in verl.
+MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
 @dataclass(frozen=True)
@@ -150,9 +149,8 @@ def policy_loss(
     if options.off_policy_delta is not None:
         per_token = jnp.where(_off_policy(options.off_policy_delta, tokens), 0.0, per_token)
     if options.top_entropy is not None:
-        assert (
-            tokens.entropy is not None and inputs.entropy_threshold is not None
-        )  # counted by `with_totals`
+        assert tokens.entropy is not None
+        assert inputs.entropy_threshold is not None  # counted by `with_totals`
         per_token = jnp.where(tokens.entropy >= inputs.entropy_threshold, per_token, 0.0)
     if tokens.sampler is not None:
         weight, sampler_metrics = correction(options, tokens)
@@ -243,12 +241,11 @@ def aggregate(
         return sequences.mean(per_token).sum() / _at_least_one(inputs.num_sequences)
     if how == "prompt":
         tokens = _at_least_one(inputs.prompt_tokens)
-        per_token = per_token / (tokens[:, None] if tokens.ndim == 1 else tokens)
+        shares = per_token / (tokens[:, None] if tokens.ndim == 1 else tokens)
+        return jnp.where(sequences.mask_NT, shares, 0.0).sum() / _at_least_one(inputs.num_prompts)
     total = jnp.where(sequences.mask_NT, per_token, 0.0).sum()
     if how == "token":
         return total / _at_least_one(inputs.num_tokens)
-    if how == "prompt":
-        return total / _at_least_one(inputs.num_prompts)
     if how == "sequence_sum":
         return total / _at_least_one(inputs.num_sequences)
     assert inputs.max_length is not None  # `_check_inputs` asks for it
@@ -324,9 +321,9 @@ def importance_ratio(kind: str, tokens: Tokens) -> jax.Array:
     """Returns the ratio that the loss clips, [N,T]: exp of a log-ratio, which is bounded by
     MAX_LOG_RATIO, or above by MAX_SEQUENCE_LOG_RATIO.
 
-    The log-ratio by `kind`. token: lp - lo of the token. sequence: its mean over the sequence.
-    sequence_token: the value of `sequence` with the gradient of the token. sequence_sum: the sum
-    over the sequence.
+    The log-ratio by `kind`. token: logp - old_logp of the token. sequence: its mean over the
+    sequence. sequence_token: the value of `sequence` with the gradient of the token. sequence_sum:
+    the sum over the sequence.
     """
     log_ratio = tokens.log_ratio
     highest = MAX_LOG_RATIO

@@ -4,10 +4,13 @@ Shapes: P prompts, G completions of one prompt (the group), F reward functions, 
 after an underscore are the axes: rewards_PG is [P, G]. Advantages are numpy on the host. The losses
 of the device are in `_losses`, which is imported lazily.
 
-Log-probabilities of a token: logp under the weights that are trained; old_logp, which the ratio R =
-exp(logp - old_logp) divides by: before the updates of the step, or the generator's (option
-`old_logp`, `generator.exact`); sampler_logp as the generator computed it; ref_logp under the
-reference model.
+Log-probabilities of a token:
+
+    logp           under the weights that are trained
+    old_logp       before the updates of the step, or the generator's (option `old_logp`,
+                   `generator.exact`); the ratio is R = exp(logp - old_logp)
+    sampler_logp   as the generator computed it
+    ref_logp       under the reference model
 """
 
 from __future__ import annotations
@@ -23,6 +26,13 @@ from pydantic import Field, model_validator
 from rl.algorithms._advantages import combined_advantages, completion_mask, group_advantages
 from rl.algorithms._options import algorithm_options
 from rl.algorithms._sampled import ArrayT, Sampled
+
+if TYPE_CHECKING:
+    import jax
+
+    from rl.algorithms._inputs import PolicyInputs
+    from rl.algorithms._losses import Tokens
+    from rl.algorithms._protocols import OldLogps
 
 _KL_COEF = "kl/coef"
 Correction = Literal[
@@ -48,14 +58,13 @@ class PolicyGradient(Sampled):
         loss(logp, old_logp, A) * w + kl_coef * KL(policy, reference)
 
     where A is the advantage and w is the weight of the sampler correction (the option
-    `correction`). `per_token` of the algorithm computes loss(logp, old_logp, A). The tokens are
-    then aggregated, and `entropy_coef` times the mean entropy is subtracted. (Shao et al. 2024,
-    arXiv:2402.03300)
+    `correction`). `per_token` of the algorithm computes loss(logp, old_logp, A), which
+    `off_policy_delta` and `top_entropy` set to 0 for some tokens. The tokens are then aggregated,
+    and `entropy_coef` times the mean entropy is subtracted. (Shao et al. 2024, arXiv:2402.03300)
     """
 
-    per_token_applies_correction: ClassVar[bool] = (
-        False  # whether `per_token` applies w itself, in a form of its own
-    )
+    # Whether `per_token` applies w itself, in a form of its own.
+    per_token_applies_correction: ClassVar[bool] = False
 
     aggregation: Literal["token", "sequence", "sequence_sum", "constant", "prompt"] = Field(
         "token",
@@ -362,13 +371,8 @@ class Clipped(PolicyGradient):
         return clipped(self, tokens)
 
 
+# Mixins go with every PolicyGradient and read its options. Type checkers take it for their base.
 if TYPE_CHECKING:
-    import jax
-
-    from rl.algorithms._inputs import PolicyInputs
-    from rl.algorithms._losses import Tokens
-    from rl.algorithms._protocols import OldLogps
-
     _Mixin = PolicyGradient
 else:
     _Mixin = object

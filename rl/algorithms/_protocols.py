@@ -79,7 +79,7 @@ class TeacherLoss(TrainedLoss, Protocol):
 
     @property
     def has_features(self) -> bool:
-        """Whether the loss compares the outputs of mixers."""
+        """Whether the loss compares the outputs of attention and recurrent layers."""
         ...
 
     @property

@@ -1,12 +1,12 @@
 """Off-policy distillation: on the tokens of demonstrations, the policy learns the next-token
 distributions of a frozen teacher (Hinton et al. 2015, arXiv:1503.02531), the demonstrations
-themselves, and the outputs of the teacher's mixers.
+themselves, and the outputs of the teacher's attention and recurrent layers.
 
     L = alpha d + (1 - alpha) nll + features_coef f
 
 d is the divergence of softmax(z / tau) of the policy from softmax(z / tau) of the teacher, in nats
-per token; nll is the loss of `sft`, at temperature 1; f is the distance of the outputs of the
-mixers. All are means over the tokens of the mini-batch.
+per token; nll is the loss of `sft`, at temperature 1; f is the distance of the outputs of
+attention and recurrent layers. All are means over the tokens of the mini-batch.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ class Algorithm(Supervised):
     features_coef: float = Field(
         0.0,
         ge=0,
-        description="weight of the distance between the outputs of both models' mixers; 0: not "
-        "computed. Learned matrices project those of a policy of another width than the teacher",
+        description="weight of the distance between the outputs of both models' attention and "
+        "recurrent layers; 0: not computed. Learned matrices project those of a policy of another "
+        "width than the teacher",
     )
     features_coef_end: float | None = Field(
         None, ge=0, description="features_coef at the end of the stage; null: constant"
@@ -120,7 +121,7 @@ class Algorithm(Supervised):
 
     @property
     def has_features(self) -> bool:
-        """Whether the loss compares the outputs of mixers."""
+        """Whether the loss compares the outputs of attention and recurrent layers."""
         return max(self.features_coef, self.features_coef_end or 0.0) > 0
 
     @property

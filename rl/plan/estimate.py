@@ -86,7 +86,7 @@ class WeightSizes:
         layers = {}
         outputs = {}
         for path, shape in graph.shapes.items():
-            if path in graph.tables or is_tower(path):
+            if path in graph.host_tables or is_tower(path):
                 continue
             axes = graph.axes[path]
             sizes = shape.shape

@@ -53,7 +53,7 @@ class StepData:
     """The data of a step while the stage assembles it.
 
     state: the RunState of the stage. batch: all rows of the step, before they are split into
-    mini-batches and packed. table: that of a batch with pictures or sounds.
+    mini-batches and packed. table: rows of pictures and sounds; None without them.
     rollouts: the groups. scores: the scores of each reward function, and their weighted sums.
     rewards: float[P,G], the sums as `advantages` takes them (float[P,G,F], each function, under
     `each_reward`). arguments: keyword arguments of `Algorithm.estimate`, which passes them to
@@ -188,7 +188,7 @@ def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Prog
 
     table = stage.table_shapes
     if ProgramName.LOGPROBS in called:
-        weights = Weights(policy=state.policy.params, table=table)
+        weights = Weights(policy=state.policy.params, media_table=table)
         yield program(
             ProgramName.LOGPROBS,
             weights,

@@ -99,7 +99,7 @@ def update_programs(
     arguments = UpdateArguments(
         batch,
         jax.eval_shape(trainer.loss_inputs, batch, coefs or None),
-        Weights(table=stage.table_shapes),
+        Weights(media_table=stage.table_shapes),
         number=jax.ShapeDtypeStruct((), np.int32),
     )
     for call in trainer.update_calls(state, arguments, rows.micro_rows, **options):
@@ -116,7 +116,9 @@ def update_programs(
             teacher=teacher and teacher.model,
             gradient=_gradient_bytes(call),
             stepped=_stepped_bytes(call),
-            optimizer_operations=sum(step.operations for step in call.update.steps.values()),
+            optimizer_operations=sum(
+                step.operations for step in call.update.optimizer_steps.values()
+            ),
             notes=update_notes(stage, call),
         )
 
@@ -124,7 +126,9 @@ def update_programs(
 def _gradient_bytes(call: UpdateCall) -> int:
     """Counts the bytes per device of the gradient of an update, in float32."""
     arrays = [
-        array for group in call.update.steps for array in _with_gradient(call, group).values()
+        array
+        for group in call.update.optimizer_steps
+        for array in _with_gradient(call, group).values()
     ]
     return sum(4 * math.prod(each.sharding.shard_shape(each.shape)) for each in arrays)
 
@@ -137,23 +141,23 @@ def _stepped_bytes(call: UpdateCall) -> int:
     from policy.ops.host_memory import shard_bytes
 
     result = 0
-    for group, step in call.update.steps.items():
+    for group, step in call.update.optimizer_steps.items():
         weights = _with_gradient(call, group)
         moments = jax.tree_util.tree_leaves_with_path(call.learners[group].optimizer)
         result += sum(map(shard_bytes, weights.values()))
         result += sum(
             shard_bytes(moment)
             for keys, moment in moments
-            if not any(getattr(key, "key", None) in step.tables for key in keys)
+            if not any(getattr(key, "key", None) in step.host_tables for key in keys)
         )
     return result
 
 
 def _with_gradient(call: UpdateCall, group: WeightGroup) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the weights of a group with a gradient on the device, by path."""
-    step = call.update.steps[group]
+    step = call.update.optimizer_steps[group]
     weights, _ = step.split(call.learners[group].params)
-    return {path: cast(Any, a) for path, a in weights.items() if path not in step.tables}
+    return {path: cast(Any, a) for path, a in weights.items() if path not in step.host_tables}
 
 
 def held_out_program(

@@ -170,8 +170,8 @@ class StageKind(ConfiguredStage, ABC):
         raise NotImplementedError(f"{self.name} makes its batches from completions")
 
     def with_inputs(self, state: Any, batch: Batch, table: StepTable | None) -> Batch:
-        """Returns a batch of `to_batch` with the inputs of the algorithm. table: that of a batch
-        with media."""
+        """Returns a batch of `to_batch` with the inputs of the algorithm. table: rows of pictures
+        and sounds; None without them."""
         return batch
 
     def only_counted(self, batch: Batch) -> Batch:
@@ -417,7 +417,8 @@ class StageKind(ConfiguredStage, ABC):
         self, state: Any, batch: Batch, step: int, table: StepTable | None = None, **options: Any
     ) -> tuple[Any, dict[str, float]]:
         """Makes the `updates_per_step` updates of a step, counted from 1, each on a mini-batch of
-        equally many rows. `options`: for `Trainer.update`. table: that of a batch with media.
+        equally many rows. `options`: for `Trainer.update`. table: rows of pictures and sounds;
+        None without them.
 
         Returns the state and the mean of each metric over the updates that have it (of
         `first_update_metrics`, the first value): updates without a token in the loss have no metric

@@ -111,6 +111,8 @@ _OF_THE_UPDATE = (
     "distill/projections/",
 )
 _OF_THE_UPDATE += ("value/optim/", "value/moe/", "sequences/", "sampler/rejected_ratio")
+"""What the names of metrics begin with that are no means over the tokens of the loss, so that an
+update without such tokens has them too."""
 
 
 def without_empty(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -247,8 +249,8 @@ class BatchUpdates(ABC):
         table: MediaTable | None,
         micro_rows: int,
     ) -> LossCall:
-        """Returns the call of the loss on held-out rows, of arrays or their shapes. table: that of a
-        batch with media."""
+        """Returns the call of the loss on held-out rows, of arrays or their shapes. table: rows of
+        pictures and sounds; None without them."""
 
     def held_out_loss(
         self,
@@ -262,7 +264,8 @@ class BatchUpdates(ABC):
         gradient.
 
         counts: what the loss divides by in place of the counts of this batch, so that the sums over
-        several batches are the metrics of all of them. table: that of a batch with media.
+        several batches are the metrics of all of them. table: rows of pictures and sounds; None
+        without them.
         """
         packing, R = self.packing_of(batch)
         batch = shard_rows(packing.batch(batch), self.graph.layout)

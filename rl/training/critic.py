@@ -38,7 +38,7 @@ class Critic:
         self.trunk = policy
         self.untrained = frozenset()
         self.hosted = frozenset()
-        self.tables = frozenset()
+        self.host_tables = frozenset()
         if not shared:
             alone = {
                 "tied_head": True,
@@ -50,7 +50,7 @@ class Critic:
             self.trunk = Graph(trunk, policy.runtime, policy.layout)
             self.untrained = self.trunk.untrained
             self.hosted = self.trunk.hosted
-            self.tables = self.trunk.tables
+            self.host_tables = self.trunk.host_tables
             self.axes = self.trunk.axes | self.axes
             self.shardings = self.trunk.shardings | self.shardings
             self.sizes = self.trunk.sizes | self.sizes
@@ -67,7 +67,8 @@ class Critic:
         def create(params, key):
             head = std * jax.random.normal(key, (self.trunk.config.hidden_size,), jnp.float32)
             paths = () if self.shared else self.trunk.paths
-            return copied({path: params[path] for path in paths}, self.tables) | {VALUE_HEAD: head}
+            trunk = copied({path: params[path] for path in paths}, self.host_tables)
+            return trunk | {VALUE_HEAD: head}
 
         return jax.jit(create, out_shardings=self.shardings)(params, jax.random.key(seed))
 

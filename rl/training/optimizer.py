@@ -59,8 +59,10 @@ class WeightAxes:
     all but norms, embeddings, output heads, kernels of convolutions and vectors. layout: the mesh
     and its rules.
 
-    A matrix of a weight is what a product sums over times what it gives, with heads joined. Layers,
-    experts, and groups of heads with inputs of their own are separate matrices.
+    A matrix has a row for each number that its product sums over and a column for each number of
+    the result. A query projection [layers, embed, heads, head_dim] is one matrix [embed, heads *
+    head_dim] a layer. Each expert, and each group of heads with an input of its own, has a matrix
+    too.
     """
 
     names: Mapping[str, tuple[str | None, ...]]
@@ -73,7 +75,7 @@ class WeightAxes:
         if path in self.matrices:
             return self.matrices[path].rows
         names = self.names[path]
-        return tuple(range(len(names) - 1)) if names[-1] in _TABLE_ROWS else ()
+        return tuple(range(len(names) - 1)) if names[-1] in _TABLE_WIDTHS else ()
 
     def columns(self, path: str) -> tuple[int, ...]:
         """Returns the dimensions of a matrix that are neither rows nor numbers of matrices; of
@@ -100,7 +102,7 @@ _VECTOR = re.compile(r".*(bias|norm)|A_log|D")
 state of Mamba 2 and of delta nets, which their papers do not decay."""
 _STACKS = ("layers", "exp")
 """Axes that count vectors."""
-_TABLE_ROWS = ("embed_vocab", "engram_row")
+_TABLE_WIDTHS = ("embed_vocab", "engram_row")
 """Last axis of a table whose rows are looked up by ids."""
 
 
@@ -172,9 +174,10 @@ def _muon(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransfor
     """Muon (https://kellerjordan.github.io/posts/muon): the momentum M of a matrix, made nearly
     orthogonal, times a scale; Adam for all other weights (docs/optimizers.md).
 
-    M <- b M + (1 - b) G, for gradients G and b = momentum. With `nesterov`, b M + (1 - b) G takes
-    the place of M. The scale is 0.2 sqrt(max(d_in, d_out)), which gives a change the root mean
-    square of one of AdamW (arXiv:2502.16982, section 2.2), or sqrt(max(1, d_out / d_in)).
+    M <- b M + (1 - b) G, for gradients G and b = momentum. With `nesterov`, the change is that of
+    b M + (1 - b) G with the new M. The scale is 0.2 sqrt(max(d_in, d_out)), which gives a change
+    the root mean square of one of AdamW (arXiv:2502.16982, section 2.2), or
+    sqrt(max(1, d_out / d_in)).
     """
     adam = _adamw(options, axes)
     decay = options.momentum
@@ -221,9 +224,9 @@ fastest, and leave all of them between about 0.7 and 1.2."""
 def orthogonalized(path: str, weight: jax.Array, axes: WeightAxes, steps: int) -> jax.Array:
     """Returns nearly U V^T of each matrix U S V^T of an array of the shape of the weight at `path`.
 
-    On a mesh each device has its share of the matrices in full, so that the products of the
-    iteration exchange nothing: mesh axes that cut matrices cut the number of all matrices of the
-    array instead (layers times experts), which zeros fill up.
+    On a mesh each device gets full matrices, so that the products of the iteration exchange
+    nothing. Of an array [28 layers, 1024, 3072] with its rows cut over 8 devices, each device gets
+    4 matrices [1024, 3072] of 32, of which 4 are zeros.
     """
     mesh = axes.layout.mesh
     rows, columns = axes.rows(path), axes.columns(path)
@@ -407,17 +410,17 @@ def update_count(state: optax.OptState) -> jax.Array:
 
 
 def sharding_of_moment(
-    weight: NamedSharding, shape: tuple[int, ...], weight_shape: tuple[int, ...]
+    weight_sharding: NamedSharding, shape: tuple[int, ...], weight_shape: tuple[int, ...]
 ) -> NamedSharding:
     """Returns the sharding of a moment of a weight: the weight's, but dimensions that the moment
     has a mean over, of length 1, are not cut."""
     if shape == weight_shape:
-        return weight
+        return weight_sharding
     kept = [
         cut if size == full else None
-        for cut, size, full in zip(weight.spec, shape, weight_shape, strict=True)
+        for cut, size, full in zip(weight_sharding.spec, shape, weight_shape, strict=True)
     ]
-    return NamedSharding(weight.mesh, PartitionSpec(*kept))
+    return NamedSharding(weight_sharding.mesh, PartitionSpec(*kept))
 
 
 def stored_as(
@@ -522,7 +525,7 @@ def by_layer(
 
     squares = jnp.float32(0.0)
     stepped = counters
-    for group in _groups(weights):
+    for group in _stepped_together(weights):
         group_grads = _select(grads, group)
         arrays = _select(weights, group), {i: _select(each, group) for i, each in moments.items()}
         if group[0].startswith("stacks."):
@@ -568,7 +571,7 @@ def start(
     """
     entries, structure = jax.tree.flatten(shardings, is_leaf=_by_path)
     state: list[Any] = [{} if _by_path(entry) else None for entry in entries]
-    for group in _groups(weights):
+    for group in _stepped_together(weights):
         selected = [_select(entry, group) if _by_path(entry) else entry for entry in entries]
         init = jax.jit(transform.init, out_shardings=jax.tree.unflatten(structure, selected))
         created = jax.block_until_ready(
@@ -590,7 +593,7 @@ def _select(arrays: dict, paths: list[str]) -> dict:
     return {path: arrays[path] for path in paths}
 
 
-def _groups(weights: dict) -> list[list[str]]:
+def _stepped_together(weights: dict) -> list[list[str]]:
     """Returns the paths that are stepped together: all paths of a stack, and every other path
     alone."""
 

@@ -75,9 +75,8 @@ class RewardModelTrainer(BatchUpdates):
         super().__init__(graph, stage, algorithm)
         self.model = Critic(self._scoring_graph)
         self._step = OptimizerStep(WeightGroup.REWARD_MODEL, self.model, stage.optimizer, stage)
-        self.reward_model = Update(
-            self._score_loss, {WeightGroup.REWARD_MODEL: self._step}, stage, seed
-        )
+        main = WeightGroup.REWARD_MODEL
+        self.reward_model = Update(self._score_loss, main, {main: self._step}, stage, seed)
 
     def set_rates(self, stage: StageOptions) -> None:
         """Takes the learning rate and the number of steps of `stage`, whose other settings are the
@@ -126,9 +125,9 @@ class RewardModelTrainer(BatchUpdates):
     ) -> tuple[RewardModelState, dict]:
         """Makes one optimiser update of the reward model from `batch`, one pair per row.
 
-        `adaptive_coefs` is ignored. table: that of a batch with media, as the towers of the policy
-        encode them; no update of a reward model trains a tower. number: of the update in its
-        stage, from 0, as in UpdateArguments.
+        `adaptive_coefs` is ignored. table: rows of pictures and sounds, as the towers of the policy
+        encode them, which learn in no update of a reward model; None without them. number: of the
+        update in its stage, from 0, as in UpdateArguments.
         """
         packing, R = self.packing_of(batch)
         self.add_flops(self.model.flops, packing, passes=3)
@@ -157,11 +156,11 @@ class RewardModelTrainer(BatchUpdates):
         table: MediaTable | None,
         micro_rows: int,
     ) -> LossCall:
-        weights = Weights(reward_model=state.reward_model.params, table=table)
+        weights = Weights(reward_model=state.reward_model.params, media_table=table)
         return LossCall(self.reward_model, weights, batch, inputs, micro_rows)
 
     def _score_loss(self, weights: Weights, micro: Batch, inputs: PolicyInputs) -> LossOutput:
-        step = step_of(weights.table, micro, self.stage.dropout)
+        step = step_of(weights.media_table, micro, self.stage.dropout)
         scores, aux = self.model.scores(weights.reward_model, micro.tokens, step)
         loss, metrics = self.algorithm.loss(replace(inputs, scores=scores))
         return LossOutput(loss=loss, metrics=metrics, aux=aux)
@@ -262,7 +261,7 @@ class RewardModelScorer:
             rows = -(-self.sharing.most_rows(N) // R) * R
             packing = plan_trees(batch.replace(prompt=np.arange(N) // samples), rows, self.sharing)
         assert self._params is not None  # a scorer of a plan has none
-        weights = Weights(reward_model=self._params, table=table)
+        weights = Weights(reward_model=self._params, media_table=table)
         (scores,) = by_micro_batch(
             partial(self.executable, weights), batch, packing, R, self._layout
         )
@@ -281,5 +280,5 @@ class RewardModelScorer:
 
     def _scores(self, weights: Weights, micro: Batch) -> tuple[jax.Array]:
         tokens = constrain(micro.tokens, ("batch", None), self._layout)
-        step = step_of(weights.table, micro)
+        step = step_of(weights.media_table, micro)
         return self._critic.scores(weights.reward_model, tokens, step)[:1]

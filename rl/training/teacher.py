@@ -373,7 +373,7 @@ class FeatureProjections:
         self.runtime = replace(policy.runtime, param_dtype="float32")
         self.untrained = frozenset()
         self.hosted = frozenset()
-        self.tables = frozenset()
+        self.host_tables = frozenset()
         self.axes = dict.fromkeys(self.paths, axes)
         self.sizes = dict.fromkeys(self.paths, shape)
         self.matrices = dict.fromkeys(self.paths, MatrixDims(rows=(0,), columns=(1,)))

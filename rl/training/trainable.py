@@ -253,8 +253,8 @@ def check_freeze(graph: Graph, stages: Sequence[StageOptions]) -> Graph:
         frozen = frozen_weights(model, stage)
         if not trained_paths(model.axes, replace(graph.runtime, **stage.runtime), frozen):
             raise ConfigError(f"{where}: no weight is left to train; name fewer parts")
-        in_host_memory = trunk.hosted - trunk.tables or stage.optimizer.host_memory
-        refused = [path for path in frozen.parts if in_host_memory or path in trunk.tables]
+        in_host_memory = trunk.hosted - trunk.host_tables or stage.optimizer.host_memory
+        refused = [path for path in frozen.parts if in_host_memory or path in trunk.host_tables]
         if refused:
             raise ConfigError(
                 f"{where}: takes {_counted(frozen, refused[0])}, whose weights or moments are in "

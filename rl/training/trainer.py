@@ -135,13 +135,14 @@ class Trainer(BatchUpdates):
         self.temperature = np.float32(temperature)
         self._returns_tokens = returns_tokens
         self._has_reference = "reference" in state
+        # A dense warmup trains the indexers alone, whose losses are auxiliary.
         loss = (
             self._auxiliary_only_loss
             if stage.indexer.training == "dense_warmup"
             else self._policy_loss
         )
         self._value_model = None
-        self.steps = {
+        self.optimizer_steps = {
             WeightGroup.POLICY: OptimizerStep(
                 WeightGroup.POLICY, self._update_graph, stage.optimizer, stage
             )
@@ -150,19 +151,20 @@ class Trainer(BatchUpdates):
             self._value_model = Critic(
                 self._scoring_graph, shared=self._critic_algorithm.critic_trunk == "policy"
             )
-            self.steps[WeightGroup.CRITIC] = OptimizerStep(
+            self.optimizer_steps[WeightGroup.CRITIC] = OptimizerStep(
                 WeightGroup.CRITIC, self._value_model, stage.critic, stage
             )
         if projections is not None:
-            self.steps[WeightGroup.PROJECTIONS] = OptimizerStep(
+            self.optimizer_steps[WeightGroup.PROJECTIONS] = OptimizerStep(
                 WeightGroup.PROJECTIONS, projections, stage.optimizer, stage
             )
         self._projections = projections
-        self.policy = Update(loss, self._learning_with_policy, stage, seed)
+        learning = self._learning_with_policy
+        self.policy = Update(loss, WeightGroup.POLICY, learning, stage, seed)
         self.critic = None
         if "critic" in state:
-            own = {WeightGroup.CRITIC: self.steps[WeightGroup.CRITIC]}
-            self.critic = Update(self._critic_loss, own, stage, seed)
+            own = {WeightGroup.CRITIC: self.optimizer_steps[WeightGroup.CRITIC]}
+            self.critic = Update(self._critic_loss, WeightGroup.CRITIC, own, stage, seed)
 
     @property
     def _learning_with_policy(self) -> dict[WeightGroup, OptimizerStep]:
@@ -171,7 +173,7 @@ class Trainer(BatchUpdates):
         own_trunk = self._value_model is not None and not self._value_model.shared
         return {
             group: step
-            for group, step in self.steps.items()
+            for group, step in self.optimizer_steps.items()
             if not (own_trunk and group is WeightGroup.CRITIC)
         }
 
@@ -179,14 +181,14 @@ class Trainer(BatchUpdates):
         """Takes the learning rates and the number of steps of `stage`, whose other settings are the
         same. Updates compile again."""
         self.stage = stage
-        self.steps = {
+        self.optimizer_steps = {
             group: step.with_rates(
                 stage.critic if group is WeightGroup.CRITIC else stage.optimizer, stage
             )
-            for group, step in self.steps.items()
+            for group, step in self.optimizer_steps.items()
         }
-        self.policy = self.policy.with_steps(self.steps, stage)
-        self.critic = self.critic and self.critic.with_steps(self.steps, stage)
+        self.policy = self.policy.with_steps(self.optimizer_steps, stage)
+        self.critic = self.critic and self.critic.with_steps(self.optimizer_steps, stage)
 
     @property
     def _critic_algorithm(self) -> CriticLoss:
@@ -221,15 +223,17 @@ class Trainer(BatchUpdates):
         copies."""
         reference = None
         if self._has_reference:
-            copies = partial(copied, tables=self.graph.tables)
+            copies = partial(copied, tables=self.graph.host_tables)
             reference = jax.jit(copies, out_shardings=self.graph.shardings)(params)
         critic = projections = None
         if self._value_model is not None:
             created = self._value_model.init(params, self._critic_algorithm.value_init_std, seed)
-            critic = self.steps[WeightGroup.CRITIC].start(created)
+            critic = self.optimizer_steps[WeightGroup.CRITIC].start(created)
         if self._projections is not None:
-            projections = self.steps[WeightGroup.PROJECTIONS].start(self._projections.init(seed))
-        policy = self.steps[WeightGroup.POLICY].start(params)
+            projections = self.optimizer_steps[WeightGroup.PROJECTIONS].start(
+                self._projections.init(seed)
+            )
+        policy = self.optimizer_steps[WeightGroup.POLICY].start(params)
         return block_on_cpu_mesh(
             RunState(policy, reference, critic, projections), self.graph.layout
         )
@@ -241,7 +245,7 @@ class Trainer(BatchUpdates):
 
     @cached_property
     def _renewed(self):
-        mixture = partial(mixed, tables=self.graph.tables)
+        mixture = partial(mixed, tables=self.graph.host_tables)
         return jax.jit(mixture, donate_argnums=0, out_shardings=self.graph.shardings)
 
     def abstract(self) -> RunState:
@@ -249,8 +253,8 @@ class Trainer(BatchUpdates):
         shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
         reference = cast(Any, self.graph.shardings) if shapes.reference is not None else None
         shardings = RunState(
-            self.steps[WeightGroup.POLICY].shardings, reference, None
-        ).with_learners({group: step.shardings for group, step in self.steps.items()})
+            self.optimizer_steps[WeightGroup.POLICY].shardings, reference, None
+        ).with_learners({group: step.shardings for group, step in self.optimizer_steps.items()})
         return jax.tree.map(
             lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, shardings
         )
@@ -270,10 +274,10 @@ class Trainer(BatchUpdates):
         """Makes one optimizer update of the policy, and of the critic if there is one.
 
         batch: the mini-batch on the host. critic_only: skips the policy. adaptive_coefs: values for
-        `PolicyInputs`. on_tokens: gets the policy's outputs for each token. table: that of a
-        batch with media, by the weights before the step. tower_inputs: the inputs of its items, if
-        the stage trains towers. number: of the update in its stage, from 0, as in
-        UpdateArguments.
+        `PolicyInputs`. on_tokens: gets the policy's outputs for each token. table: rows of
+        pictures and sounds, by the weights before the step; None without them. tower_inputs: the
+        pictures and sounds themselves, if the stage trains towers. number: of the update in its
+        stage, from 0, as in UpdateArguments.
 
         Returns (state, metrics). Raises ValueError if the stage replays routes and the batch has
         none.
@@ -285,9 +289,7 @@ class Trainer(BatchUpdates):
         packing, R = self.packing_of(batch)
         if not critic_only:
             self.add_flops(self.flops, packing, passes=3)
-            if self.teacher is not None:
-                ends, starts = (self.teacher.operations(self.graph, each) for each in packing.runs)
-                self.total_flops += ends - starts
+            self._add_teacher_flops(packing)
         if self._updates_critic_alone(critic_only):
             model = self.value_model
             self.add_flops(model.flops, packing, passes=1 if model.shared else 3)
@@ -306,6 +308,13 @@ class Trainer(BatchUpdates):
                 on_tokens(TokenOutputs(output.tokens, packing))
         return state, metrics
 
+    def _add_teacher_flops(self, packing: Packing) -> None:
+        """Adds the forward pass of the teacher over packed rows to `total_flops`."""
+        if self.teacher is None:
+            return
+        ends, starts = (self.teacher.operations(self.graph, each) for each in packing.runs)
+        self.total_flops += ends - starts
+
     def _updates_critic_alone(self, critic_only: bool) -> bool:
         """Whether the critic has a program of its own. A value head learns in the update of the
         policy, which computes its input states, unless the policy stays as it is."""
@@ -322,7 +331,8 @@ class Trainer(BatchUpdates):
         """Returns the calls of the programs of an update, of arrays or their shapes: of a critic
         that learns alone, and of the policy with the groups that learn with it.
 
-        arguments: for all programs; its weights are the table of a batch with media.
+        arguments: what both programs read. Its weights are the media_table alone; each call adds
+        those that its program reads besides.
         """
         calls = []
         if self._updates_critic_alone(critic_only):
@@ -333,7 +343,7 @@ class Trainer(BatchUpdates):
                 UpdateCall(
                     ProgramName.CRITIC_UPDATE,
                     self.critic,
-                    state.learners(self.critic.steps),
+                    state.learners(self.critic.optimizer_steps),
                     replace(arguments, frozen=frozen, tower_inputs=None),
                     micro_rows,
                 )
@@ -345,7 +355,7 @@ class Trainer(BatchUpdates):
                 UpdateCall(
                     ProgramName.UPDATE,
                     self.policy,
-                    state.learners(self.policy.steps),
+                    state.learners(self.policy.optimizer_steps),
                     replace(arguments, frozen=frozen),
                     micro_rows,
                 )
@@ -360,20 +370,20 @@ class Trainer(BatchUpdates):
         table: MediaTable | None,
         micro_rows: int,
     ) -> LossCall:
-        weights = Weights(policy=state.policy.params, table=table)
+        weights = Weights(policy=state.policy.params, media_table=table)
         return LossCall(self.policy, weights, batch, inputs, micro_rows)
 
     def _auxiliary_only_loss(
         self, weights: Weights, micro: Batch, inputs: PolicyInputs
     ) -> LossOutput:
-        """Returns a policy loss of 0 and the Aux of the layers: only auxiliary losses train.
-        Computes no logits."""
-        step = step_of(weights.table, micro, self.stage.dropout)
+        """Returns a policy loss of 0 and the further outputs of the layers (Aux), which auxiliary
+        losses are computed from. Computes no logits."""
+        step = step_of(weights.media_table, micro, self.stage.dropout)
         aux = self._update_graph.aux(weights.policy, micro.tokens, step)
         return LossOutput(loss=jnp.float32(0.0), metrics={}, aux=aux)
 
     def _policy_loss(self, weights: Weights, micro: Batch, inputs: PolicyInputs) -> LossOutput:
-        step = step_of(weights.table, micro, self.stage.dropout)
+        step = step_of(weights.media_table, micro, self.stage.dropout)
         logp, entropy, aux = self._update_graph.logprobs(
             weights.policy, micro.tokens, step, self.temperature, micro.kept
         )
@@ -423,9 +433,13 @@ class Trainer(BatchUpdates):
         )
         return {"logp": logp, "entropy": entropy} | ({} if flags is None else {"flags": flags})
 
+    def _with_routes_of_critic(self, batch: Batch) -> Batch:
+        """Returns the batch as the critic reads it. A critic with its own trunk is another model,
+        whose routers make their own choices."""
+        return batch if self.value_model.shared else batch.replace(routes=None)
+
     def _critic_loss(self, weights: Weights, micro: Batch, inputs: PolicyInputs) -> LossOutput:
-        routed = micro if self.value_model.shared else micro.replace(routes=None)
-        step = step_of(weights.table, routed)
+        step = step_of(weights.media_table, self._with_routes_of_critic(micro))
         values, _, aux = self.value_model.values(
             weights.policy | weights.critic, micro.tokens, step
         )
@@ -435,34 +449,36 @@ class Trainer(BatchUpdates):
     def logprobs(
         self, params: dict[str, jax.Array], batch: Batch, table: MediaTable | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Computes (logp, entropy), float32[N, T] on the host, micro-batch by micro-batch, with the
-        graph that skips blocks of attention as updates do and drops no tokens.
+        """Computes (logp, entropy), float32[N, T] on the host, micro-batch by micro-batch.
 
-        Tokens follow the routes of the batch, if it has routes. table: that of a batch with media.
+        As in updates, attention skips blocks of pairs that no token sees. Unlike there, no expert
+        has a capacity beyond which it drops tokens.
+
+        Tokens follow the routes of the batch, if it has routes. table: rows of pictures and sounds;
+        None without them.
         """
-        weights = Weights(policy=params, table=table)
-        logp, entropy = self._by_micro_batch(self._logprobs, weights, batch, self.flops)
+        weights = Weights(policy=params, media_table=table)
+        logp, entropy = self._counted_pass(self._logprobs, weights, batch, self.flops)
         return logp, entropy
 
     def values(
         self, state: RunState, batch: Batch, table: MediaTable | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Computes the values of the states before and after each token, float32[N, T] on the host.
-        table: that of a batch with media."""
+        table: rows of pictures and sounds; None without them."""
         model = self.value_model
         weights = self.value_weights(state, table)
-        # A critic with its own trunk is another model, whose routers make their own choices.
-        batch = batch.replace(kept=None, routes=batch.routes if model.shared else None)
-        before, after = self._by_micro_batch(self._values, weights, batch, model.flops)
+        batch = self._with_routes_of_critic(batch).replace(kept=None)
+        before, after = self._counted_pass(self._values, weights, batch, model.flops)
         return before, after
 
     def value_weights(self, state: RunState, table: MediaTable | None) -> Weights:
         """Returns what the program of `values` reads."""
         assert state.critic is not None  # the stage has a critic
         trunk = self.value_model.extra_params(state.policy.params)
-        return Weights(policy=trunk, critic=state.critic.params, table=table)
+        return Weights(policy=trunk, critic=state.critic.params, media_table=table)
 
-    def _by_micro_batch(
+    def _counted_pass(
         self, program: CompiledCache, weights: Weights, batch: Batch, operations: Operations
     ) -> tuple[np.ndarray, ...]:
         packing, R = self.packing_of(batch)
@@ -473,7 +489,7 @@ class Trainer(BatchUpdates):
     def _logprobs(self):
         def run(weights: Weights, micro: Batch):
             tokens = constrain(micro.tokens, ("batch", None), self.graph.layout)
-            arguments = tokens, step_of(weights.table, micro), self.temperature, micro.kept
+            arguments = tokens, step_of(weights.media_table, micro), self.temperature, micro.kept
             return self._scoring_graph.logprobs(weights.policy, *arguments)[:2]
 
         return CompiledCache(jax.jit(run), self.graph.layout.platform)
@@ -483,6 +499,6 @@ class Trainer(BatchUpdates):
         def run(weights: Weights, micro: Batch):
             tokens = constrain(micro.tokens, ("batch", None), self.graph.layout)
             params = weights.policy | weights.critic
-            return self.value_model.values(params, tokens, step_of(weights.table, micro))[:2]
+            return self.value_model.values(params, tokens, step_of(weights.media_table, micro))[:2]
 
         return CompiledCache(jax.jit(run), self.graph.layout.platform)

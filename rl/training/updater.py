@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -51,7 +51,7 @@ from rl.training.optimizer import (
 )
 from rl.training.optimizer import norm as norm_of
 from rl.training.trainable import frozen_weights, trained_paths
-from rl.training.weights import LearningModel, Params, T, WeightGroup, Weights, group_of, split
+from rl.training.weights import LearningModel, Params, Value, WeightGroup, Weights, group_of, split
 
 
 @jax.tree_util.register_dataclass
@@ -93,9 +93,9 @@ class UpdateArguments:
     """What an update reads and leaves as it is.
 
     batch: a mini-batch, a multiple of `micro_rows` rows. inputs: its PolicyInputs. frozen: weights
-    that do not learn in the update. tower_inputs: of the items of the table in `frozen`, if the
-    update trains a tower; None: it trains none. number: of the update in its stage, from 0, which
-    its learning rate follows from; None: the number of updates that changed the weights.
+    that do not learn in the update. tower_inputs: the pictures and sounds that the update encodes
+    into `frozen.media_table`; None: it trains no tower. number: of the update in its stage, from 0;
+    its learning rate follows from it. None: the number of updates that changed the weights.
     """
 
     batch: Batch
@@ -113,10 +113,10 @@ class UpdateArguments:
         tower_inputs: Sequence[PaddedInputs] | None = None,
         number: int | None = None,
     ) -> UpdateArguments:
-        """Returns the arguments of an update without further weights. table: that of a batch with
-        media."""
+        """Returns the arguments of an update without further weights. table: rows of pictures and
+        sounds; None without them."""
         count = None if number is None else np.int32(number)
-        return cls(batch, inputs, Weights(table=table), tower_inputs, count)
+        return cls(batch, inputs, Weights(media_table=table), tower_inputs, count)
 
 
 @jax.tree_util.register_dataclass
@@ -136,8 +136,7 @@ class UpdateOutput:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Terms:
-    """What the micro-batches of an update give besides gradients, each stacked over them, or
-    reduced.
+    """What an update computes besides gradients: of each micro-batch, or reduced to the mini-batch.
 
     routing, activations: outputs of layers, by path of the layer. The other fields are as in
     LossOutput; `loss` has the auxiliary losses too.
@@ -185,7 +184,7 @@ class OptimizerStep:
         self._stage = stage
         self._frozen = frozen_weights(model, stage)
         self._trained_paths = trained_paths(model.axes, model.runtime, self._frozen)
-        self.tables = model.tables & self._trained_paths
+        self.host_tables = model.host_tables & self._trained_paths
         self._diagnostics = stage.diagnostics and group is WeightGroup.POLICY
         self._graph = model.trunk
         self.layout = self._graph.layout
@@ -195,11 +194,11 @@ class OptimizerStep:
         """Defines the learning rate and the optimizer from the options."""
         stage = self._stage
         model = self.model
-        first = _first_step(self.group, stage)  # a plan does not know the steps of `epochs`
+        first = _first_step(self.group, stage)
         self._first_update = first * stage.updates_per_step
-        self.rate = schedule(
-            self._options, max(0, (stage.steps or 0) - first), stage.updates_per_step
-        )
+        # A plan does not read the data, which the steps of `epochs` follow from.
+        steps = stage.steps or 0
+        self.rate = schedule(self._options, max(0, steps - first), stage.updates_per_step)
         self._axes = WeightAxes(model.axes, model.matrices, self.layout)
         transform = optimizer(self._options, self.rate, self._axes, model.runtime.param_dtype)
         self._transform = self._frozen.without_changes(transform)
@@ -218,7 +217,7 @@ class OptimizerStep:
         """Operations of the products of the optimizer in an update, on all devices."""
         return operations(self._options, self._axes, self.split(self.model.sizes)[0])
 
-    def split(self, params: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+    def split(self, params: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
         """Returns (weights with a gradient, other weights). Biases of routers are trained, but
         without a gradient."""
         return split(params, self._trained_paths - self.model.untrained)
@@ -226,14 +225,14 @@ class OptimizerStep:
     def start(self, params: dict[str, jax.Array]) -> ParamState:
         """Returns the state before the first update, which owns `params`."""
         return ParamState(
-            params, block_on_cpu_mesh(self._start(self.split(params)[0]), self.layout)
+            params, block_on_cpu_mesh(self._optimizer_state(self.split(params)[0]), self.layout)
         )
 
     @property
     def _in_host_memory(self) -> bool:
-        return bool(self.model.hosted - self.model.tables) or self._options.host_memory
+        return bool(self.model.hosted - self.model.host_tables) or self._options.host_memory
 
-    def _start(self, weights: dict[str, jax.Array]):
+    def _optimizer_state(self, weights: dict[str, jax.Array]):
         if self._in_host_memory:
             return start(self._transform, weights, self.shardings.optimizer)
         return jax.jit(self._transform.init, out_shardings=self.shardings.optimizer)(weights)
@@ -249,7 +248,7 @@ class OptimizerStep:
         weights = self.model.shardings
 
         def sharding(path, entry):
-            keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+            keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
             if not keys:
                 return self.layout.replicated
             weight = keys[-1]
@@ -258,7 +257,7 @@ class OptimizerStep:
             )
             moment = sharding_of_moment(moment, entry.shape, self.model.sizes[weight])
             hosted = self._options.host_memory and belongs_there(self.model.axes[weight])
-            return in_host_memory(moment) if hosted or weight in self.model.tables else moment
+            return in_host_memory(moment) if hosted or weight in self.model.host_tables else moment
 
         trained = {
             path: jax.ShapeDtypeStruct(self.model.sizes[path], jnp.float32)
@@ -283,7 +282,7 @@ class OptimizerStep:
         return {
             path: NamedSharding(self.layout.mesh, spec)
             for path, spec in specs.items()
-            if path not in self.model.tables
+            if path not in self.model.host_tables
         }
 
     def shard_as_moments(self, arrays: dict) -> dict:
@@ -313,7 +312,7 @@ class OptimizerStep:
         )
         trained, others = self.split(learner.params)
         grads = self._frozen.filled(grads, 0.0)
-        squares = to_device(joined(on_each_memory(_squares, self.tables, grads)))
+        squares = to_device(joined(on_each_memory(_squares, self.host_tables, grads)))
         part_norms = gradient_norms(squares) if self._diagnostics else {}
         detach = self._stage.mtp is not None and self._stage.mtp.detach
         clipping = _clipping(squares, self._options.clip_norm, detach=detach)
@@ -322,8 +321,8 @@ class OptimizerStep:
         # change the weights.
         good = finite & (sum(squares.values()) > 0)
         arguments = grads, clipping.factors, at_update(learner.optimizer, number), trained, good
-        weights, states, changes = zip(
-            *on_each_memory(self._apply_optimizer, self.tables, *arguments), strict=True
+        weights, states, change_norms = zip(
+            *on_each_memory(self._apply_optimizer, self.host_tables, *arguments), strict=True
         )
         biases = {path: array for path, array in others.items() if path in self._trained_paths}
         new_biases = updated_biases(biases, routing, self._stage.router.bias_rate)
@@ -333,7 +332,7 @@ class OptimizerStep:
             "loss": loss,
             "optim/lr": self.rate(number),
             "optim/grad_norm": clipping.norm,
-            "optim/update_norm": jnp.where(good, norm_of(to_device(changes)), 0.0),
+            "optim/update_norm": jnp.where(good, norm_of(to_device(change_norms)), 0.0),
             "optim/skipped": 1.0 - finite,
         }
         metrics |= part_norms | clipping.metrics | load_metrics(routing)
@@ -342,7 +341,10 @@ class OptimizerStep:
     def _apply_optimizer(self, grads, factors, state, weights, good):
         """Returns (weights, optimizer state, norm of the change) after an update. Tables in host
         memory stay there."""
-        step = by_layer if self._in_host_memory and not weights.keys() <= self.tables else at_once
+        # The host steps tables at once. Other weights in host memory pass through the device, which
+        # would not hold all of them.
+        of_tables = weights.keys() <= self.host_tables
+        step = by_layer if self._in_host_memory and not of_tables else at_once
         grads = jax.tree.map(jnp.multiply, row_tables.summed(grads), factors)
         weights = self.shard_as_moments(weights) if step is at_once else weights
         return step(self._transform, grads, state, weights, good)
@@ -365,13 +367,16 @@ class UpdateCall:
     def run(self) -> UpdateOutput:
         """Makes the update, which donates the arrays of `learners`."""
         update = self.update
-        output = update.executable(self.learners, self.arguments, micro_rows=self.micro_rows)
+        output = update.executable(*self._read, micro_rows=self.micro_rows)
         return block_on_cpu_mesh(output, update.layout)
 
     def lower(self) -> jax.stages.Lowered:
         """Traces the program of the update."""
-        executable = self.update.executable
-        return executable.lower(self.learners, self.arguments, micro_rows=self.micro_rows)
+        return self.update.executable.lower(*self._read, micro_rows=self.micro_rows)
+
+    @property
+    def _read(self) -> tuple[dict[WeightGroup, ParamState], UpdateArguments]:
+        return self.learners, self.arguments
 
 
 @dataclass(frozen=True)
@@ -391,16 +396,16 @@ class LossCall:
 
     def run(self) -> dict[str, jax.Array]:
         """Returns the metrics of the loss, `loss` among them."""
-        executable = self.update.losses_executable
-        arguments = self.weights, self.batch, self.inputs
-        values = executable(*arguments, micro_rows=self.micro_rows)
+        values = self.update.losses_executable(*self._read, micro_rows=self.micro_rows)
         return block_on_cpu_mesh(values, self.update.layout)
 
     def lower(self) -> jax.stages.Lowered:
         """Traces the program of the loss."""
-        executable = self.update.losses_executable
-        arguments = self.weights, self.batch, self.inputs
-        return executable.lower(*arguments, micro_rows=self.micro_rows)
+        return self.update.losses_executable.lower(*self._read, micro_rows=self.micro_rows)
+
+    @property
+    def _read(self) -> tuple[Weights, Batch, PolicyInputs]:
+        return self.weights, self.batch, self.inputs
 
 
 class Update:
@@ -410,21 +415,27 @@ class Update:
     """
 
     def __init__(
-        self, loss: Loss, steps: Mapping[WeightGroup, OptimizerStep], stage: StageOptions, seed: int
+        self,
+        loss: Loss,
+        main: WeightGroup,
+        steps: Mapping[WeightGroup, OptimizerStep],
+        stage: StageOptions,
+        seed: int,
     ):
         """Defines the update; it compiles at the first call of each shape.
 
         Args:
           loss: of a micro-batch.
-          steps: of the groups that learn. The first is that of the model whose forward pass the
-            loss runs: its layers have auxiliary losses, and it counts the updates for dropout.
+          main: the group of the model whose forward pass the loss runs: its layers have auxiliary
+            losses, and it counts the updates for dropout.
+          steps: of the groups that learn, `main` among them.
           stage: settings of the stage.
           seed: seed of the run, for dropout.
         """
         self._loss = loss
-        self.steps = dict(steps)
-        self.group = next(iter(self.steps))
-        self.step = self.steps[self.group]
+        self.optimizer_steps = dict(steps)
+        self.group = main
+        self.step = self.optimizer_steps[self.group]
         self._stage = stage
         self._seed = seed if stage.dropout else None
         self._diagnostics = stage.diagnostics and self.group is WeightGroup.POLICY
@@ -436,8 +447,8 @@ class Update:
         All other settings must be the same."""
         other = copy.copy(self)
         other.__dict__.pop("executable", None)
-        other.steps = {group: steps[group] for group in self.steps}
-        other.step = other.steps[self.group]
+        other.optimizer_steps = {group: steps[group] for group in self.optimizer_steps}
+        other.step = other.optimizer_steps[self.group]
         other._stage = stage
         return other
 
@@ -445,7 +456,7 @@ class Update:
     def executable(self) -> CompiledCache:
         """Returns the program (learners, UpdateArguments) -> UpdateOutput, which reuses the memory
         of the learners."""
-        shardings = {group: step.shardings for group, step in self.steps.items()}
+        shardings = {group: step.shardings for group, step in self.optimizer_steps.items()}
         update = jax.jit(
             self._update,
             donate_argnums=0,
@@ -467,7 +478,7 @@ class Update:
             made = updates_made(learners[self.group])
             batch = batch.replace(dropout=row_seeds(self._seed, made, batch.tokens.shape[0]))
         params = {group: learner.params for group, learner in learners.items()}
-        trained, without_gradient = self._split(params, arguments.frozen)
+        trained, without_gradient = self._by_gradient(params, arguments.frozen)
         towers = TowerGradients(self._graph, trained, without_gradient, arguments.tower_inputs)
         grads, terms = self._gradients(
             towers.trained, towers.without_gradient, batch, arguments.inputs, micro_rows
@@ -475,8 +486,9 @@ class Update:
         grads = towers.gradients(grads)
         new = {}
         metrics = terms.metrics
-        number = cast(jax.Array | None, arguments.number)  # this runs while it is traced
-        for group, step in self.steps.items():
+        # In a jitted function the number of the update is an array.
+        number = cast(jax.Array | None, arguments.number)
+        for group, step in self.optimizer_steps.items():
             routing = terms.routing if group is self.group else {}
             loss = terms.own_losses.get(group, terms.loss)
             new[group], more = step.apply(learners[group], grads[group], loss, routing, number)
@@ -486,13 +498,13 @@ class Update:
             metrics = metrics | more
         return UpdateOutput(new, metrics, terms.tokens)
 
-    def _split(
+    def _by_gradient(
         self, params: Mapping[WeightGroup, Params], frozen: Weights
     ) -> tuple[Weights, Weights]:
         """Returns (weights with a gradient, all other weights)."""
         trained = Weights()
         without_gradient = frozen
-        for group, step in self.steps.items():
+        for group, step in self.optimizer_steps.items():
             with_gradient, others = step.split(params[group])
             trained = trained.with_group(group, with_gradient)
             without_gradient = without_gradient | Weights().with_group(group, others)
@@ -508,31 +520,26 @@ class Update:
     def _losses(
         self, weights: Weights, batch: Batch, inputs: PolicyInputs, *, micro_rows: int
     ) -> dict[str, jax.Array]:
-        trained, without_gradient = self._split(
-            {group: weights[group] for group in self.steps}, weights
+        trained, without_gradient = self._by_gradient(
+            {group: weights[group] for group in self.optimizer_steps}, weights
         )
         micros = self._micro_batches((batch, inputs), micro_rows)
-        multiplied = self._multiplied(self._dense(trained))
+        for_products = self._for_products(self._dense(trained))
 
         def micro_step(_, xs):
             _, looked_up = self._looked_up(trained | without_gradient, xs[0])
-            output = self._loss(without_gradient | multiplied | looked_up, *xs)
+            output = self._loss(without_gradient | for_products | looked_up, *xs)
             return (), (output.loss, output.metrics)
 
-        scan = (
-            jax.lax.scan
-            if self.step.tables
-            else partial(_scan_first, count=_num_filled(micros[0].filled))
-        )
-        loss, metrics = scan(micro_step, (), micros)[1]
+        loss, metrics = self._scan(micro_step, (), micros)[1]
         return rl.algorithms.reduce_metrics(metrics) | {"loss": loss.sum()}
 
     def _dense(self, trained: Weights) -> Weights:
         """Returns the weights that are no tables in host memory."""
-        dense = split(trained[self.group], self.step.tables)[1]
+        dense = split(trained[self.group], self.step.host_tables)[1]
         return trained.with_group(self.group, dense)
 
-    def _multiplied(self, weights: Weights) -> Weights:
+    def _for_products(self, weights: Weights) -> Weights:
         """Returns the weights in the dtype of the products that read them."""
         return weights.with_group(self.group, self._graph.cast_for_products(weights[self.group]))
 
@@ -544,26 +551,37 @@ class Update:
         N = tree[0].tokens.shape[0]
         M = N // R
 
-        def split(a):
+        def stacked(a):
             if not jnp.ndim(a):
                 return jnp.broadcast_to(a, (M,))
             return constrain(
                 a.reshape(M, R, *a.shape[1:]), (None, "batch", *[None] * (a.ndim - 1)), self.layout
             )
 
-        return jax.tree.map(split, tree)
+        return jax.tree.map(stacked, tree)
+
+    def _scan(self, micro_step: Callable, carry: Any, micros: tuple[Batch, PolicyInputs]) -> Any:
+        """Runs `micro_step(carry, micro-batch)` as `jax.lax.scan` does, over the micro-batches with
+        tokens.
+
+        With tables in host memory it runs over all: their gradients stay there, and there only a
+        scan can stack arrays.
+        """
+        if self.step.host_tables:
+            return jax.lax.scan(micro_step, carry, micros)
+        return _scan_first(micro_step, carry, micros, _num_filled(micros[0].filled))
 
     def _looked_up(self, weights: Weights, micro: Batch) -> tuple[dict, Weights]:
         """Returns what `row_tables.read_rows` reads for a micro-batch from tables in host memory;
         ({}, no weights) without such tables."""
-        if not self.step.tables:
+        if not self.step.host_tables:
             return {}, Weights()
         step = replace(
             modes.make_step(micro.tokens, segments=micro.segments, tree=micro.tree),
             tokens=micro.tokens,
         )
         rows, values = row_tables.read_rows(
-            self._graph, weights[self.group], step, self.step.tables
+            self._graph, weights[self.group], step, self.step.host_tables
         )
         return rows, Weights().with_group(self.group, values)
 
@@ -577,8 +595,8 @@ class Update:
     ) -> tuple[Weights, _Terms]:
         """Returns (float32 gradients, further terms): sums over micro-batches, of tokens arrays
         [N, T]."""
-        M = batch.tokens.shape[0] // R
-        N = M * R
+        N = batch.tokens.shape[0]
+        M = N // R
         micros = self._micro_batches((batch, inputs), R)
         batch_totals = totals(batch)
         if self._stage.router.balance == "batch" and M > 1:
@@ -610,25 +628,20 @@ class Update:
             return sum(output.own_losses.values(), loss), terms
 
         dense = self._dense(trained)
-        multiplied = self._multiplied(dense)
+        for_products = self._for_products(dense)
 
         def micro_step(total, xs):
             rows, looked_up = self._looked_up(trained | without_gradient, xs[0])
-            grads, terms = jax.grad(objective, has_aux=True)(multiplied | looked_up, *xs)
+            grads, terms = jax.grad(objective, has_aux=True)(for_products | looked_up, *xs)
             row_grads, dense_grads = split(grads[self.group], looked_up[self.group])
             table_grads = row_tables.gradients(self._graph, rows, row_grads)
             grads = self._shard_as_moments(fetch(grads.with_group(self.group, dense_grads)))
             return _accumulated(total, grads), (table_grads, terms)
 
-        # Gradients of tables in host memory stay in host memory. There, only a scan can stack
-        # arrays.
-        scan = (
-            jax.lax.scan
-            if self.step.tables
-            else partial(_scan_first, count=_num_filled(micros[0].filled))
-        )
         zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), dense)
-        grads, (table_grads, stacked) = scan(micro_step, self._shard_as_moments(zeros), micros)
+        grads, (table_grads, stacked) = self._scan(
+            micro_step, self._shard_as_moments(zeros), micros
+        )
         metrics = rl.algorithms.reduce_metrics(stacked.metrics)
         if self._diagnostics:
             metrics |= activation_metrics(
@@ -648,7 +661,7 @@ class Update:
         return grads.with_group(self.group, cast(Params, grads[self.group] | table_grads)), terms
 
     def _shard_as_moments(self, grads: Weights) -> Weights:
-        for group, step in self.steps.items():
+        for group, step in self.optimizer_steps.items():
             grads = grads.with_group(group, step.shard_as_moments(grads[group]))
         return grads
 

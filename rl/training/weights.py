@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from policy.model import Graph
 
-T = TypeVar("T")
+Value = TypeVar("Value")
 Params = dict[str, jax.Array]
 _MODULES = "mtp."  # starts the paths of policy/heads/multi_token_prediction.py
 
@@ -96,7 +96,8 @@ class LearningModel(Protocol):
 
     @property
     def untrained(self) -> frozenset[str]:
-        """Paths of arrays that never have a gradient, such as the selection biases of routers."""
+        """Paths of arrays that never have a gradient, such as the selection biases of routers:
+        what is added to the scores of experts when a router chooses, moved by their load alone."""
         ...
 
     @property
@@ -105,7 +106,7 @@ class LearningModel(Protocol):
         ...
 
     @property
-    def tables(self) -> frozenset[str]:
+    def host_tables(self) -> frozenset[str]:
         """Paths of tables in host memory, of which a pass reads a few rows."""
         ...
 
@@ -126,8 +127,8 @@ class Weights:
     """The weights that a loss reads, in groups. An absent group is empty.
 
     policy, critic, projections, reward_model: as in WeightGroup. teacher: a frozen model, by its
-    own paths; its arrays may be quantised. table: the rows of pictures and sounds of the batch,
-    which frozen towers made, or towers that this update trains.
+    own paths; its arrays may be quantised. media_table: the rows of pictures and sounds of the
+    batch, from frozen towers or from towers that this update trains; None without them.
     """
 
     policy: Params = field(default_factory=dict)
@@ -135,7 +136,7 @@ class Weights:
     projections: Params = field(default_factory=dict)
     reward_model: Params = field(default_factory=dict)
     teacher: Params = field(default_factory=dict)
-    table: MediaTable | None = None
+    media_table: MediaTable | None = None
 
     def __getitem__(self, group: WeightGroup) -> Params:
         return getattr(self, group)
@@ -149,12 +150,15 @@ class Weights:
         groups = {
             each.name: getattr(self, each.name) | getattr(other, each.name)
             for each in fields(self)
-            if each.name != "table"
+            if each.name != "media_table"
         }
-        return Weights(**groups, table=self.table if other.table is None else other.table)
+        media_table = self.media_table if other.media_table is None else other.media_table
+        return Weights(**groups, media_table=media_table)
 
 
-def split(params: Mapping[str, T], paths: Iterable[str]) -> tuple[dict[str, T], dict[str, T]]:
+def split(
+    params: Mapping[str, Value], paths: Iterable[str]
+) -> tuple[dict[str, Value], dict[str, Value]]:
     """Returns (the arrays at these paths, the others)."""
     chosen = frozenset(paths)
     return (

@@ -119,7 +119,7 @@ class RolloutWeights:
         before, after = (
             layout.sharding(axes, shape) for layout in (self.graph.layout, self.layout)
         )
-        return path not in self.graph.tables and not before.is_equivalent_to(after, len(shape))
+        return path not in self.graph.host_tables and not before.is_equivalent_to(after, len(shape))
 
     def _make(self, originals: dict[str, jax.Array], old) -> dict[str, jax.Array | qwix.QArray]:
         """Copies the weights. `old` is not read: it is donated, so that the result gets its

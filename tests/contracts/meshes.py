@@ -348,7 +348,7 @@ def optimizer(degrees: dict, options: dict) -> dict:
     for mesh in (None, on_mesh(degrees, moments_over_data=True)):
         model = learners.experts(**({} if mesh is None else {"mesh": mesh}))
         trainer, state = learners.begin(model, learners.stage(optimizer=options), fresh=True)
-        policy = trainer.steps[WeightGroup.POLICY]
+        policy = trainer.optimizer_steps[WeightGroup.POLICY]
         step = jax.jit(policy.apply, out_shardings=(policy.shardings, None))
         learner = state.policy
         rng = np.random.default_rng(0)

@@ -45,7 +45,7 @@ def computed(hf, mesh, memory):
     weights = {
         path: array
         for path, array in model.params.items()
-        if path not in graph.untrained | graph.tables
+        if path not in graph.untrained | graph.host_tables
     }
 
     step = replace(make_step(rows, None, segments), tokens=rows)
@@ -55,7 +55,7 @@ def computed(hf, mesh, memory):
         return logp.sum(), logp
 
     def gradient(params):
-        at, result = row_tables.read_rows(graph, params, step, graph.tables)
+        at, result = row_tables.read_rows(graph, params, step, graph.host_tables)
         grads, logp = jax.grad(loss, has_aux=True)(weights | result)
         slopes = row_tables.gradients(graph, at, {path: grads.pop(path) for path in result})
         return grads | on_host(

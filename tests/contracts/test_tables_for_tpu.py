@@ -90,7 +90,7 @@ def compiled_sizes(name: str) -> dict[str, int]:
     inputs = jax.tree.map(abstract, (data, jax.eval_shape(trainer.loss_inputs, data)))
     (call,) = trainer.update_calls(trainer.abstract(), UpdateArguments(*inputs), 4)
     compiled = call.lower().compile()
-    (table,) = (graph.shapes[path] for path in graph.tables)
+    (table,) = (graph.shapes[path] for path in graph.host_tables)
     return {
         "table": table.size * 4 // mesh.mesh.size,
         "temporary": compiled.memory_analysis().temp_size_in_bytes,

@@ -272,7 +272,7 @@ def test_projections_learn_to_map_the_features_and_equal_widths_have_none():
         losses.append(float(metrics["distill/features"]))
     assert losses[-1] < 0.5 * losses[0], losses
     trainer, state = learner(dense(), dense(), options={"features_coef": 1.0})
-    assert state.projections is None and WeightGroup.PROJECTIONS not in trainer.steps
+    assert state.projections is None and WeightGroup.PROJECTIONS not in trainer.optimizer_steps
 
 
 @pytest.mark.slow

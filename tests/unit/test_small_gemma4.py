@@ -103,7 +103,7 @@ def test_no_program_makes_an_array_as_large_as_a_table_in_host_memory():
         assert copy[TABLE].sharding.memory_kind == "pinned_host"
         np.testing.assert_array_equal(np.asarray(copy[TABLE]), np.asarray(model.params[TABLE]))
     renewed = trainer._renewed.trace(state.reference, state.policy.params, np.float32(0.5))
-    start = jax.jit(partial(copied, tables=model.graph.tables)).trace(model.params)
+    start = jax.jit(partial(copied, tables=model.graph.host_tables)).trace(model.params)
     call = learners.update_call(trainer, state, data, 2)
     update = trainer.policy.executable.jitted.trace(call.learners, call.arguments, micro_rows=2)
     for program in (update, start, renewed):

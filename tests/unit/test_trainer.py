@@ -573,8 +573,8 @@ def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
     trainer, state = begin(model, options)
     packing, R = trainer.packing_of(data)
     packed, start = packing.batch(data), host(state.policy)
-    critic_stays = trainer.policy.with_steps(trainer.steps, options)
-    critic_stays.steps = {WeightGroup.POLICY: trainer.steps[WeightGroup.POLICY]}
+    critic_stays = trainer.policy.with_steps(trainer.optimizer_steps, options)
+    critic_stays.optimizer_steps = {WeightGroup.POLICY: trainer.optimizer_steps[WeightGroup.POLICY]}
     arguments = UpdateArguments(packed, trainer.loss_inputs(packed))
     call = UpdateCall(
         ProgramName.UPDATE, critic_stays, {WeightGroup.POLICY: state.policy}, arguments, R

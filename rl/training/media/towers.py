@@ -21,7 +21,7 @@ from rl.training.weights import Weights
 
 
 def in_table(media: Media | None, table: MediaTable | None) -> Media | None:
-    """Returns the pictures and sounds of a forward pass. table: that of a batch with media."""
+    """Returns the pictures and sounds of a forward pass. table: their rows; None without them."""
     if media is None:
         return None
     assert table is not None  # a batch with media comes with its table
@@ -53,22 +53,24 @@ class TowerGradients:
         self._encoder = MediaEncoder(graph)
         self._towers = tower_params(trained.policy)
         self._others = tower_params(without_gradient.policy)
-        table = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), without_gradient.table)
+        table = jax.tree.map(
+            lambda a: jnp.zeros(a.shape, jnp.float32), without_gradient.media_table
+        )
         for each in inputs:
             table = self._encoder.encoded_into(self._towers | self._others, table, each)
         rest = {path: array for path, array in trained.policy.items() if path not in self._towers}
-        self.trained = replace(trained, policy=rest, table=table)
+        self.trained = replace(trained, policy=rest, media_table=table)
         self.without_gradient = replace(
-            without_gradient, policy=without_gradient.policy | self._towers, table=None
+            without_gradient, policy=without_gradient.policy | self._towers, media_table=None
         )
 
     def gradients(self, grads: Weights) -> Weights:
         """Returns the gradients, with those of the towers in the place of that of the table."""
         if self._inputs is None:
             return grads
-        assert grads.table is not None  # it is among `trained`
+        assert grads.media_table is not None  # it is among `trained`
         towers = {path: jnp.zeros(a.shape, jnp.float32) for path, a in self._towers.items()}
         for each in self._inputs:
-            more = self._encoder.gradients(self._towers, self._others, grads.table, each)
+            more = self._encoder.gradients(self._towers, self._others, grads.media_table, each)
             towers = jax.tree.map(jnp.add, towers, more)
-        return replace(grads, policy=grads.policy | towers, table=None)
+        return replace(grads, policy=grads.policy | towers, media_table=None)
