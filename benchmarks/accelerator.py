@@ -65,9 +65,9 @@ def attention(T: int) -> None:
     B, H, K, D = 4, 16, 8, 128
     for documents in (1, 8):
         segments = np.repeat(np.arange(1, documents + 1), T // documents)[None].repeat(B, axis=0)
-        step = make_step(segments, segments=segments)
-        mask = Mask(step, Visible({}, step.positions, step.segments))
         ids = jnp.asarray(segments, jnp.int32)
+        step = make_step(ids, segments=ids)
+        mask = Mask(step, Visible({}, step.positions, step.segments))
         q, k, v, given = (
             (jax.random.normal(jax.random.key(i), (B, heads, T, D)) / D**0.25).astype("bfloat16")
             for i, heads in enumerate((H, K, K, H))

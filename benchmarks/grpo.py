@@ -21,70 +21,102 @@ Each runs in a process of its own, whose peak memory is printed, and takes a ste
 turn. Compilation does not count: the first two steps of each are left out, and whatever Duet
 compiles later is in its seconds.
 
+With `--directory` the model is one with real weights (docs/real_weights.md), with its own tokenizer and
+its own end of a completion, 4 completions of at most 16 tokens, and the update of Duet keeps what
+`--remat` says.
+
 The floor of the update is its arithmetic: 6 operations for each weight but the embedding's and each
 token that is not padding, at the rate of a product of two matrices of 2048 x 2048 in the same run.
 The share of it that Duet's update reaches is printed.
 
     python benchmarks/grpo.py [--models 1m 25m] [--repeats 5] [--peers trl plain] [--torch-threads
-    1]
+    1] [--directory models/smollm2] [--remat none]
 """
 
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
-import resource
 import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
 from letters import letters
 from models import MODELS, pair
-from side_by_side import Row, arguments, parse, table, trl_settings
+from side_by_side import Row, Turns, arguments, parse, process, table, trl_settings
 
 PROMPTS = 8
-SAMPLES = 8
-NEW_TOKENS = 64
 RATE = 1e-5
 WARM = 2
 NAMES = {"trl": "TRL", "plain": "plain loop"}
 TEXTS = [f"prompt number {i}:".ljust(16 + 2 * i, ".") for i in range(PROMPTS)]
 
 
-def stop_ids(vocabulary: int) -> list[int]:
-    """Returns the end of sequence of the tokenizer, and the last ids."""
-    count = round(vocabulary / 40)
-    return [2, *range(vocabulary - count + 1, vocabulary)]
+@dataclass(frozen=True)
+class Work:
+    """What each step computes, for every program.
+
+    directory: of the weights. is_real: whether it has a tokenizer, which then says where completions
+    end. remat: of Duet's update.
+    """
+
+    directory: str
+    turns: int
+    samples: int = 8
+    new_tokens: int = 64
+    is_real: bool = False
+    remat: str = "none"
+
+    def tokenizer(self):
+        """Returns the tokenizer of the directory, or one whose tokens are bytes."""
+        from rollout.text.tokenizer import byte_level, load_tokenizer
+
+        return load_tokenizer(self.directory) if self.is_real else byte_level()
+
+    def stop_ids(self, vocabulary: int) -> list[int]:
+        """Returns the end of sequence of the tokenizer, and for random weights the last ids."""
+        if self.is_real:
+            return [self.tokenizer().eos_token_id]
+        count = round(vocabulary / 40)
+        return [2, *range(vocabulary - count + 1, vocabulary)]
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Runs the benchmark from the command line."""
     parser = arguments(__doc__, list(MODELS), repeats=5)
     parser.add_argument("--peers", nargs="+", choices=list(NAMES), default=list(NAMES))
+    parser.add_argument("--directory", help="a Hugging Face directory, in place of --models")
+    parser.add_argument("--remat", default="none")
     options = parse(parser, argv)
     peers = [peer for peer in options.peers if peer != "trl" or importlib.util.find_spec("trl")]
     if peers != options.peers:
         print("TRL is left out: it is not installed (pip install trl)")
-    rows = [measure(name, peer, options) for name in options.models for peer in peers]
+    turns = options.repeats + WARM
+    rows = []
+    if options.directory:
+        work = Work(options.directory, turns, 4, 16, is_real=True, remat=options.remat)
+        name = Path(options.directory).name
+        rows = [measure(name, peer, work, options.torch_threads) for peer in peers]
+    for name in () if options.directory else options.models:
+        with tempfile.TemporaryDirectory() as directory:
+            with pair(name) as (_, theirs):
+                theirs.save_pretrained(directory)
+            work = Work(directory, turns, remat=options.remat)
+            rows += [measure(name, peer, work, options.torch_threads) for peer in peers]
     print(table(rows, "s/step", rate=False))
     return rows
 
 
-def measure(name: str, peer: str, options) -> Row:
+def measure(name: str, peer: str, work: Work, threads: int | None) -> Row:
     """Steps of Duet and of a peer, in turns, each from the same weights in a process of its own."""
-    with tempfile.TemporaryDirectory() as directory:
-        with pair(name) as (_, theirs):
-            theirs.save_pretrained(directory)
-        turns = options.repeats + WARM
-        given = directory, turns, options.torch_threads
-        with process("duet", *given) as ours, process(peer, *given) as other:
-            pairs = [(ours(), other()) for _ in range(turns)][WARM:]
-        mine, others = zip(*pairs, strict=True)
-        show(name, peer, mine, others)
+    theirs = {"plain": plain_steps, "trl": trl_steps}[peer]
+    with process(duet_steps, None, work) as ours, process(theirs, threads, work) as other:
+        pairs = [(ours(), other()) for _ in range(work.turns)][WARM:]
+    mine, others = zip(*pairs, strict=True)
+    show(name, peer, mine, others)
     return Row(
         name, NAMES[peer], 1, tuple(s["step"] for s in mine), tuple(s["step"] for s in others)
     )
@@ -110,58 +142,7 @@ def show(name: str, peer: str, mine: Sequence[dict], others: Sequence[dict]) -> 
     )
 
 
-@contextmanager
-def process(role: str, *given):
-    """Yields a function that makes a new process take one step and returns its report."""
-    context = multiprocessing.get_context("spawn")
-    near, far = context.Pipe()
-    child = context.Process(target=serve, args=(role, *given, far))
-    child.start()
-    far.close()
-
-    def turn() -> dict:
-        near.send("step")
-        return near.recv()
-
-    try:
-        yield turn
-    finally:
-        near.close()
-        child.join(60)
-        child.kill()
-
-
-def serve(role: str, directory: str, turns: int, threads: int | None, pipe) -> None:
-    """Takes one step per request of the parent process."""
-    if threads and role != "duet":
-        import torch
-
-        torch.set_num_threads(threads)
-    with suppress(EOFError, BrokenPipeError):  # the others have failed
-        {"duet": duet_steps, "plain": plain_steps, "trl": trl_steps}[role](
-            directory, turns, Turns(pipe)
-        )
-
-
-class Turns:
-    """What a process is told, and tells."""
-
-    def __init__(self, pipe):
-        self._pipe = pipe
-
-    def wait(self) -> None:
-        self._pipe.recv()
-        self._began = time.perf_counter()
-
-    def done(self, more: dict) -> None:
-        """Reports the end of a step. more: more numbers, and `step` if it took less time than since
-        `wait`."""
-        seconds = time.perf_counter() - self._began
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self._pipe.send({"step": seconds, "memory": memory} | more)
-
-
-def grpo_stage():
+def grpo_stage(work: Work):
     """Returns the options of the stage, as rl.config.stage.StageOptions."""
     from rl.config.stage import StageOptions
 
@@ -170,9 +151,9 @@ def grpo_stage():
             "algorithm": "grpo",
             "steps": 1000,
             "prompts_per_step": PROMPTS,
-            "samples_per_prompt": SAMPLES,
+            "samples_per_prompt": work.samples,
             "optimizer": {"learning_rate": RATE},
-            "sampling": {"max_new_tokens": NEW_TOKENS},
+            "sampling": {"max_new_tokens": work.new_tokens},
         }
     )
 
@@ -180,7 +161,7 @@ def grpo_stage():
 class Duet:
     """The parts of Duet that a GRPO step calls."""
 
-    def __init__(self, directory: str):
+    def __init__(self, work: Work):
         """Loads the model, and makes its trainer and its generator."""
         import policy
         import rl.algorithms
@@ -193,30 +174,34 @@ class Duet:
         from rl.training.trainer import Trainer
         from rollout import Generator, SamplingParams
         from rollout.text import chat
-        from rollout.text.tokenizer import byte_level
 
-        self.model, tokenizer = (
-            policy.load(directory, runtime=Runtime(remat="none", scan=False)),
-            byte_level(),
-        )
+        runtime = Runtime(remat=work.remat, scan=work.is_real)
+        self.model = policy.load(work.directory, runtime=runtime)
+        self.work = work
+        tokenizer = work.tokenizer()
         self.algorithm = rl.algorithms.get("grpo")
-        self.trainer = Trainer(self.model.graph, grpo_stage(), self.algorithm)
+        self.trainer = Trainer(self.model.graph, grpo_stage(work), self.algorithm)
         self.state = self.trainer.start(self.model.params, seed=0)
         self.drawn = 0
         self.problems = [
             Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS
         ]
         longest = max(len(problem.ids) for problem in self.problems)
-        self.max_length = longest + NEW_TOKENS
-        packed = LargestGroup(SAMPLES, longest, NEW_TOKENS).packed_length(
+        self.max_length = longest + work.new_tokens
+        packed = LargestGroup(work.samples, longest, work.new_tokens).packed_length(
             LONGEST_ON_CPU
         )  # as a run chooses it
         self.trainer.sharing = Sharing(Fraction(packed, self.max_length))
         self.generator = Generator(
-            self.model, max_length=self.max_length, slots=PROMPTS * SAMPLES, tokenizer=tokenizer
+            self.model,
+            max_length=self.max_length,
+            slots=PROMPTS * work.samples,
+            tokenizer=tokenizer,
         )
-        stops = tuple(stop_ids(self.model.config.vocab_size))
-        self.params = SamplingParams(n=SAMPLES, max_new_tokens=NEW_TOKENS, stop_token_ids=stops)
+        stops = tuple(work.stop_ids(self.model.config.vocab_size))
+        self.params = SamplingParams(
+            n=work.samples, max_new_tokens=work.new_tokens, stop_token_ids=stops
+        )
 
     def step(self, runner) -> dict:
         """Takes a step, with the rewards of `runner`, and returns its seconds and counts."""
@@ -230,7 +215,7 @@ class Duet:
         samples = collect(Source(self.generator, runner), self.problems, self.params, ids)
         self.drawn += PROMPTS
         advantages = self.algorithm.advantages(
-            samples.scores.result().total.reshape(PROMPTS, SAMPLES)
+            samples.scores.result().total.reshape(PROMPTS, self.work.samples)
         )
         batch = to_batch(samples, self.max_length).replace(
             advantages=advantages.reshape(-1).astype("float32")
@@ -267,40 +252,38 @@ def product_rate() -> float:
     return max(rate() for _ in range(3))
 
 
-def duet_steps(directory: str, turns: int, told: Turns) -> None:
+def duet_steps(work: Work, told: Turns) -> None:
     """Takes the steps of Duet."""
     from rewards import Runner, RunnerOptions
 
-    duet = Duet(directory)
+    duet = Duet(work)
     reward = f"{Path(__file__).with_name('letters.py')}:letters"
     with Runner(RunnerOptions(((reward, 1.0, {}),))) as runner:
-        for _ in range(turns):
+        for _ in range(work.turns):
             told.wait()
             told.done(duet.step(runner) | {"rate": product_rate()})
 
 
-def plain_steps(directory: str, turns: int, told: Turns) -> None:
+def plain_steps(work: Work, told: Turns) -> None:
     """Takes the steps of the plain loop."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rollout.text.tokenizer import byte_level
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    tokenizer = byte_level()
+    model = AutoModelForCausalLM.from_pretrained(work.directory, dtype=torch.float32)
+    tokenizer = work.tokenizer()
     given = tokenizer(
-        [text for text in TEXTS for _ in range(SAMPLES)],
+        [text for text in TEXTS for _ in range(work.samples)],
         return_tensors="pt",
         padding=True,
         padding_side="left",
     )
     start = given["input_ids"].shape[1]
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
-    ends = torch.tensor(stop_ids(model.config.vocab_size))
+    ends = torch.tensor(work.stop_ids(model.config.vocab_size))
     sampling = {
         "do_sample": True,
         "top_k": 0,
-        "max_new_tokens": NEW_TOKENS,
+        "max_new_tokens": work.new_tokens,
         "eos_token_id": ends.tolist(),
         "pad_token_id": 0,
     }
@@ -318,7 +301,7 @@ def plain_steps(directory: str, turns: int, told: Turns) -> None:
         texts = tokenizer.batch_decode(
             [row[m > 0] for row, m in zip(written, mask, strict=True)], skip_special_tokens=True
         )
-        rewards = torch.tensor(letters(None, texts)).reshape(PROMPTS, SAMPLES)
+        rewards = torch.tensor(letters(None, texts)).reshape(PROMPTS, work.samples)
         centred = rewards - rewards.mean(dim=1, keepdim=True)
         advantages = (centred / (rewards.std(dim=1, keepdim=True) + 1e-4)).reshape(-1, 1)
         seen = torch.cat([given["attention_mask"], mask.long()], dim=1)
@@ -333,23 +316,21 @@ def plain_steps(directory: str, turns: int, told: Turns) -> None:
         optimizer.step()
         return {"length": float(mask.sum(dim=1).mean())}
 
-    for _ in range(turns):
+    for _ in range(work.turns):
         told.wait()
         told.done(step())
 
 
-def trl_steps(directory: str, turns: int, told: Turns) -> None:
+def trl_steps(work: Work, told: Turns) -> None:
     """Takes the steps of TRL."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, TrainerCallback
     from trl import GRPOTrainer
 
-    from rollout.text.tokenizer import byte_level
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    tokenizer = byte_level()
-    model.generation_config.eos_token_id = stop_ids(model.config.vocab_size)
+    model = AutoModelForCausalLM.from_pretrained(work.directory, dtype=torch.float32)
+    tokenizer = work.tokenizer()
+    model.generation_config.eos_token_id = work.stop_ids(model.config.vocab_size)
     lengths: list[float] = []
 
     def scored(prompts, completions, completion_ids, **_):
@@ -366,10 +347,10 @@ def trl_steps(directory: str, turns: int, told: Turns) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         settings = trl_settings(
             scratch,
-            max_steps=turns,
-            per_device_train_batch_size=PROMPTS * SAMPLES,
-            num_generations=SAMPLES,
-            max_completion_length=NEW_TOKENS,
+            max_steps=work.turns,
+            per_device_train_batch_size=PROMPTS * work.samples,
+            num_generations=work.samples,
+            max_completion_length=work.new_tokens,
             learning_rate=RATE,
             shuffle_dataset=False,
         )
@@ -377,7 +358,7 @@ def trl_steps(directory: str, turns: int, told: Turns) -> None:
             model=model,
             reward_funcs=scored,
             args=settings,
-            train_dataset=Dataset.from_list([{"prompt": text} for text in TEXTS] * turns),
+            train_dataset=Dataset.from_list([{"prompt": text} for text in TEXTS] * work.turns),
             processing_class=tokenizer,
             callbacks=[Steps()],
         )

@@ -7,10 +7,13 @@ Import this before jax: the benchmarks are about the CPU, as the torch of the te
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
+import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -53,6 +56,59 @@ def _seconds(program: Callable[[], object]) -> float:
     began = time.perf_counter()
     program()
     return time.perf_counter() - began
+
+
+@contextmanager
+def process(steps: Callable, threads: int | None, *given):
+    """Yields a function that makes a new process take one step and returns its report.
+
+    steps: a function of a module, called with `given` and a Turns; it takes one step a turn.
+    threads: of torch in that process; None: its own choice.
+    """
+    context = multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    child = context.Process(target=_serve, args=(steps, threads, given, far))
+    child.start()
+    far.close()
+
+    def turn() -> dict:
+        near.send("step")
+        return near.recv()
+
+    try:
+        yield turn
+    finally:
+        near.close()
+        child.join(60)
+        child.kill()
+
+
+def _serve(steps: Callable, threads: int | None, given: tuple, pipe) -> None:
+    """Takes one step per request of the parent process."""
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)
+    with suppress(EOFError, BrokenPipeError):  # the others have failed
+        steps(*given, Turns(pipe))
+
+
+class Turns:
+    """What a process is told, and tells."""
+
+    def __init__(self, pipe):
+        self._pipe = pipe
+
+    def wait(self) -> None:
+        self._pipe.recv()
+        self._began = time.perf_counter()
+
+    def done(self, more: dict) -> None:
+        """Reports the end of a step. more: more numbers, and `step` if it took less time than since
+        `wait`."""
+        seconds = time.perf_counter() - self._began
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self._pipe.send({"step": seconds, "memory": memory} | more)
 
 
 def table(rows: Sequence[Row], unit: str, *, rate: bool) -> str:
