@@ -192,6 +192,7 @@ class BatchUpdates(ABC):
             row_multiple=multiple,
             length_multiple=self._length_multiple(limit),
             few_rows_first=on_cpu,
+            few_lengths=not on_cpu,
         )
 
     def _length_multiple(self, limit: int) -> int:

@@ -20,6 +20,9 @@ DIVISORS = (1, 2, 3, 4, 6, 8, 12, 16)
 """The same, where one micro-batch has all packed rows."""
 STEPS = (4, 8, 16)
 """The numbers of lengths from a power of two to the next. Lengths of the first are tried first."""
+MANY = 512
+"""With so many sequences a batch has four lengths from a power of two to the next, which are full
+enough for them."""
 LEAST_STEP = 8
 """Lengths are multiples of it, or the limit, so that short rows have few lengths too."""
 EVEN_PASSES = 4
@@ -63,13 +66,14 @@ class RowBounds:
 
     sequences: rows of the batch, before they are packed. sequence: most tokens of such a row.
     limit: most tokens of what stays in one packed row, a sequence or a tree. most_rows: most packed
-    rows of one of several micro-batches. micro_tokens: most tokens of a micro-batch, unless one packed row for
-    each device has more; None: one micro-batch has all packed rows. stretched: a micro-batch may
-    have two of the longest sequence for each device, up to so many tokens, since long rows that
-    only one sequence fits into stay half empty. longest: most tokens of a packed row, unless a
-    sequence has more. row_multiple, length_multiple: the numbers of rows and
-    their lengths are multiples of these. few_rows_first: whether few long rows are preferred to
-    many short ones; they meet fewer programs.
+    rows of one of several micro-batches. micro_tokens: most tokens of a micro-batch, unless one
+    packed row for each device has more; None: one micro-batch has all packed rows. stretched: a
+    micro-batch may have two of the longest sequence for each device, up to so many tokens, since
+    long rows that only one sequence fits into stay half empty. longest: most tokens of a packed
+    row, unless a sequence has more. row_multiple, length_multiple: the numbers of rows and their
+    lengths are multiples of these. few_rows_first: whether few long rows are preferred to
+    many short ones; they meet fewer programs. few_lengths: whether a program takes so long to
+    compile that there are four lengths from a power of two to the next for any batch.
     """
 
     sequences: int
@@ -82,6 +86,12 @@ class RowBounds:
     row_multiple: int = 1
     length_multiple: int = 1
     few_rows_first: bool = False
+    few_lengths: bool = False
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Returns those of STEPS that batches of the stage have."""
+        return STEPS[:1] if self.few_lengths or self.sequences >= MANY else STEPS
 
     def program_rows(self, shape: RowShape) -> int:
         """Returns the packed rows of a program: room for all sequences of any batch."""
@@ -99,7 +109,7 @@ class RowBounds:
         longest = sizes.longest
         promising: dict[RowShape, None] = {}
         others: dict[RowShape, None] = {}
-        for steps in STEPS:
+        for steps in self.steps:
             for rows in self._row_counts():
                 for passes, even in self._even_lengths(sizes, rows):
                     shape = RowShape(rows, self._length(max(even, longest), steps))
@@ -118,7 +128,7 @@ class RowBounds:
         """Returns the shape with the shortest rows that hold a sequence of `longest` tokens, which
         every batch of the stage fits into."""
         rows = max(self._row_counts()) if self.micro_tokens is None else self.row_multiple
-        return RowShape(rows, self._length(longest, STEPS[-1]))
+        return RowShape(rows, self._length(longest, self.steps[-1]))
 
     def _row_counts(self) -> list[int]:
         m = self.row_multiple
@@ -150,7 +160,7 @@ class RowBounds:
     def _allowed(self, shape: RowShape, longest: int) -> bool:
         if shape == self.shortest(longest):
             return True
-        if shape.length > max(self.longest, self._length(longest, STEPS[-1])):
+        if shape.length > max(self.longest, self._length(longest, self.steps[-1])):
             return False
         if self.micro_tokens is None:
             return True
