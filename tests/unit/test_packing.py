@@ -109,6 +109,14 @@ def test_the_shape_of_rows_keeps_to_its_bounds_and_holds_every_batch(lengths, bo
     assert again.shape == packing.shape, "the order of the sequences changes nothing"
 
 
+@given(BOUNDS)
+def test_a_batch_without_tokens_has_rows_of_padding(bounds):
+    """As one has in which nothing got a score."""
+    packing, shape = plan_rows(segments_of([0, 0], 64), bounds)
+    assert packing.filled_rows == 0 and packing.shape == (bounds.program_rows(shape), shape.length)
+    assert shape.length > 0 and not packing.segments.any()
+
+
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=20))
 @settings(max_examples=100, deadline=None)
 def test_pairs_stay_together_with_the_first_of_them_odd(lengths):

@@ -513,7 +513,7 @@ def test_two_megabytes_hold_two_hundred_long_samples_and_many_metrics(tmp_path):
 
 def test_the_configuration_shows_what_differs_from_the_defaults(tmp_path):
     config = {
-        "model": {"source": "tiny", "remat": "full"},
+        "model": {"source": "tiny", "remat": "auto"},
         "seed": 7,
         "max_length": 1024,
         "gone": 3,

@@ -174,8 +174,10 @@ class RowBounds:
 def choose_shape(bounds: RowBounds, sizes: Sizes, filled_rows: Callable[[int], int]) -> RowShape:
     """Returns the shape of the packed rows of a batch.
 
-    filled_rows: returns how many packed rows of a length the sequences fill.
+    filled_rows: returns how many packed rows of a length the sequences fill. A batch without
+    tokens, in which nothing has a score, has the shape of one token.
     """
+    sizes = Sizes(sizes.sequences, max(1, sizes.tokens), max(1, sizes.longest))
     tokens = sizes.tokens
     enough = next(share for least, share in FULL_ENOUGH if sizes.sequences >= least)
     filled: dict[int, int] = {}
