@@ -21,8 +21,8 @@ Each runs in a process of its own, whose peak memory is printed, and takes a ste
 turn. Compilation does not count: the first two steps of each are left out, and whatever Duet
 compiles later is in its seconds.
 
-With `--directory` the model is one with real weights (docs/real_weights.md), with its own tokenizer and
-its own end of a completion, 4 completions of at most 16 tokens, and the update of Duet keeps what
+With `--directory` the model is one with real weights (docs/real_weights.md), with its own tokenizer
+and its own end of a completion, 4 completions of at most 16 tokens, and the update of Duet keeps what
 `--remat` says.
 
 The floor of the update is its arithmetic: 6 operations for each weight but the embedding's and each
@@ -59,8 +59,8 @@ TEXTS = [f"prompt number {i}:".ljust(16 + 2 * i, ".") for i in range(PROMPTS)]
 class Work:
     """What each step computes, for every program.
 
-    directory: of the weights. is_real: whether it has a tokenizer, which then says where completions
-    end. remat: of Duet's update.
+    directory: of the weights. is_real: whether it has a tokenizer, which then says where
+    completions end. remat: of Duet's update.
     """
 
     directory: str

@@ -1,8 +1,8 @@
-"""Measures an SFT step against TRL's SFTTrainer and a plain loop over transformers and torch, on rows
-of different lengths, as people have them.
+"""Measures an SFT step against TRL's SFTTrainer and a plain loop over transformers and torch, on
+rows of different lengths, as people have them.
 
-All start from the same weights and take the same 8 rows a step, of 100 to 512 random tokens, all but
-the first trained on: mean over tokens, float32, gradients clipped at norm 1, AdamW without weight
+All start from the same weights and take the same 8 rows a step, of 100 to 512 random tokens, all
+but the first trained on: mean over tokens, float32, gradients clipped at norm 1, AdamW without weight
 decay. The peers pad the rows of a step to the longest, Duet packs them (`perf/packed_share` is
 printed). Tokens per second count real tokens. Each program runs in a process of its own, whose peak
 memory is printed, and takes a step when it is its turn; compilation does not count.
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from side_by_side import Row, Turns, arguments, in_turns, parse, process, table
+from side_by_side import TRL_QUIETLY, Row, Turns, arguments, in_turns, parse, process, table
 
 RATE = 1e-5
 WARM = 2
@@ -160,16 +160,9 @@ def trl_steps(work: Work, told: Turns) -> None:
             max_length=work.longest,
             learning_rate=RATE,
             weight_decay=0.0,
-            max_grad_norm=1.0,
-            gradient_checkpointing=False,
-            use_cpu=True,
-            bf16=False,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
             shuffle_dataset=False,
             train_sampling_strategy="sequential",
+            **TRL_QUIETLY,
         )
         trainer = SFTTrainer(
             model=model,

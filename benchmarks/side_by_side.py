@@ -147,6 +147,19 @@ def table(rows: Sequence[Row], unit: str, *, rate: bool) -> str:
     )
 
 
+# TRL on the CPU in float32, recomputing nothing; nothing is written or shown.
+TRL_QUIETLY = {
+    "max_grad_norm": 1.0,
+    "gradient_checkpointing": False,
+    "use_cpu": True,
+    "bf16": False,
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+}
+
+
 def trl_settings(directory: str, **given):
     """Settings of TRL's GRPOTrainer for strictly on-policy steps in float32 on the CPU, averaged
     over tokens, without a KL term, of which nothing is written or shown."""
@@ -156,15 +169,8 @@ def trl_settings(directory: str, **given):
         output_dir=directory,
         temperature=1.0,
         beta=0.0,
-        max_grad_norm=1.0,
         loss_type="dapo",
-        gradient_checkpointing=False,
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
+        **TRL_QUIETLY,
         **given,
     )
 
