@@ -24,7 +24,7 @@ import numpy as np
 
 from rollout import SamplingParams
 from rollout.engine.sampling import Draws, choose
-from rollout.logits_processors import LogitsProcessors, Sizes
+from rollout.logits_processors import LogitsProcessors, ProcessorSizes
 from rollout.request import Request
 
 SETTINGS = {
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
             )
             for _ in range(S)
         ]
-        sizes = Sizes.of(requests)
+        sizes = ProcessorSizes.of(requests)
         draws = Draws.of([params] * S, 0)
         processors = None if sizes is None else LogitsProcessors.of(requests, S, H, sizes)
         program = jax.jit(partial(_draws, steps=options.steps, at=2 * half))

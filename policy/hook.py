@@ -30,7 +30,7 @@ from policy.cache.pages import Pages
 from policy.cache.step import Step
 from policy.config import DecoderConfig, StoredType
 from policy.execution.decoding import prepare_for_decoding
-from policy.intermediates import Activations, LayerAux
+from policy.intermediates import ActivationStatistics, LayerAux
 from policy.model import Graph, Model
 from policy.runtime import Recorded
 
@@ -125,7 +125,7 @@ class RowsOutput(NamedTuple):
 
     hidden: jax.Array
     caches: list[LayerEntries]
-    recorded: dict[str, dict[int, jax.Array | Activations]]
+    recorded: dict[str, dict[int, jax.Array | ActivationStatistics]]
 
 
 def create_caches(
@@ -242,7 +242,7 @@ def _graph(model: Model, record: tuple[str, ...] = (), *, media: bool = False) -
 
 def _by_number(
     config: DecoderConfig, layers: dict[str, LayerAux], name: str
-) -> dict[int, jax.Array | Activations]:
+) -> dict[int, jax.Array | ActivationStatistics]:
     """Returns the field `name` by number of the layer, without the dimension of T = 1. Raises
     ValueError if there is no such field."""
     if name not in (names := typing.get_args(Recorded)):

@@ -50,7 +50,7 @@ class Routing:
 
 
 @_pytree
-class Activations:
+class ActivationStatistics:
     """Mean, standard deviation and share of exact zeros of a layer's output, over tokens that are
     not padding; float32."""
 
@@ -87,7 +87,7 @@ class LayerAux:
 
     routing: Routing | None = None
     indexing: Indexing | None = None
-    activations: Activations | None = None
+    activations: ActivationStatistics | None = None
     hidden: jax.Array | None = None
     mixed: jax.Array | None = None
     selection: jax.Array | None = None
@@ -145,12 +145,12 @@ def observe(x_BTE: jax.Array, segments_BT: jax.Array, record: tuple[str, ...]) -
     activations = None
     if "activations" in record:
         activations = cast(
-            Activations, auto_axes(_activations, PartitionSpec(), x_BTE, segments_BT)
+            ActivationStatistics, auto_axes(_activations, PartitionSpec(), x_BTE, segments_BT)
         )
     return LayerAux(activations=activations, hidden=x_BTE if "hidden" in record else None)
 
 
-def _activations(x_BTE: jax.Array, segments_BT: jax.Array) -> Activations:
+def _activations(x_BTE: jax.Array, segments_BT: jax.Array) -> ActivationStatistics:
     x = x_BTE.astype(jnp.float32)
     axes = tuple(range(2, x.ndim))
     valid = jnp.expand_dims(segments_BT != 0, axes)
@@ -160,4 +160,4 @@ def _activations(x_BTE: jax.Array, segments_BT: jax.Array) -> Activations:
         return jnp.sum(jnp.where(valid, values, 0.0)) / count
 
     centre = mean(x)
-    return Activations(centre, jnp.sqrt(mean(jnp.square(x - centre))), mean(x == 0))
+    return ActivationStatistics(centre, jnp.sqrt(mean(jnp.square(x - centre))), mean(x == 0))

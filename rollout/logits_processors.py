@@ -35,7 +35,7 @@ NO_TOKEN = -1
 """Fills rows of token ids."""
 
 
-class Sizes(NamedTuple):
+class ProcessorSizes(NamedTuple):
     """What the arrays of a program have room for. They grow in few steps, so that few programs are
     compiled.
 
@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
     ends: int
 
     @classmethod
-    def of(cls, requests: Iterable[Request | None]) -> Sizes | None:
+    def of(cls, requests: Iterable[Request | None]) -> ProcessorSizes | None:
         """Returns the sizes for these rows; None: the logits of all of them stay as they are."""
         needing = [each for each in requests if each is not None and _needs_processors(each)]
         if not needing:
@@ -152,7 +152,7 @@ class LogitsProcessors:
 
     @classmethod
     def of(
-        cls, requests: Sequence[Request | None], rows: int, length: int, sizes: Sizes
+        cls, requests: Sequence[Request | None], rows: int, length: int, sizes: ProcessorSizes
     ) -> LogitsProcessors:
         """Builds the processors of `rows` rows on the host, row i for request i; other rows have
         none.
@@ -188,10 +188,10 @@ class LogitsProcessors:
         return cls(history, prompt_lengths, min_tokens, ends, bias_tokens, biases, words, *counted)
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ProcessorSizes:
         """Returns what the arrays have room for."""
         counts, (_, N, M) = self.repetition is not None, self.words.shape
-        return Sizes(int(counts), self.biases.shape[1], N, M, self.ends.shape[1])
+        return ProcessorSizes(int(counts), self.biases.shape[1], N, M, self.ends.shape[1])
 
     def take(self, rows_m: jax.Array) -> LogitsProcessors:
         """Returns the processors of these rows."""

@@ -6,14 +6,14 @@ logits of a chunk. So the memory is a few chunks and, where the student's head i
 float32 gradient of it; never [M, V].
 
 M tokens (rows and positions flattened), E hidden of the student, D of the teacher, V and U their
-vocabularies, K likeliest tokens of the teacher.
+vocabularies, K targets per token: the likeliest of the teacher.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 
 from policy.config import LogitScaling
 from policy.heads import divergence_tiles, head
-from policy.heads.divergence_kinds import Divergence
+from policy.heads.divergence_kinds import Divergence, DivergenceOutputs
 from policy.heads.divergence_tiles import JointTiles
 from policy.heads.head import Tiling
 from policy.heads.logit_scaling import slope
@@ -30,33 +30,12 @@ from policy.mesh.explicit import in_explicit_mode, with_explicit_axes
 
 __all__ = ["Divergence", "DivergenceOutputs", "Scalings", "divergence", "top_divergence"]
 
-# Soft caps of the logits of the student and of the teacher; None: not capped.
 # How the logits of student and teacher are scaled.
 Scalings = tuple[LogitScaling, LogitScaling]
 
 # Least probability of all tokens outside of the k likeliest: 1 minus a sum of float32 probabilities
 # is no more exact.
 _LEAST_REST = 2.0**-23
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DivergenceOutputs:
-    """Numbers per token, float32[M]; None: not computed. Only `divergence` has a gradient.
-
-    Entropies are in nats, of the distributions that are compared. agreement: 1 where both have the
-    same likeliest token. outside: the student's probability of tokens that the teacher's vocabulary
-    does not have. With top_k, student_mass and teacher_mass are the probabilities of the k tokens,
-    and the student's entropy is that of its full vocabulary.
-    """
-
-    divergence: jax.Array
-    student_entropy: jax.Array | None = None
-    teacher_entropy: jax.Array | None = None
-    agreement: jax.Array | None = None
-    outside: jax.Array | None = None
-    student_mass: jax.Array | None = None
-    teacher_mass: jax.Array | None = None
 
 
 def divergence(
@@ -98,14 +77,15 @@ def divergence(
         run = with_explicit_axes(partial(_joint, spec, scalings, tiling), layout.mesh, specs)
     else:
         run = partial(_joint, spec, scalings, tiling)
-    total, *metrics = cast(tuple[jax.Array, ...], run(*arrays))
-    return DivergenceOutputs(total, *jax.lax.stop_gradient(metrics))
+    outputs = cast(DivergenceOutputs, run(*arrays))
+    return replace(jax.lax.stop_gradient(outputs), divergence=outputs.divergence)
 
 
 def _joint(
     spec: Divergence, scalings: Scalings, tiling: Tiling, *arrays: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Returns (divergence, entropies of student and teacher, agreement, outside), float32[M]."""
+) -> DivergenceOutputs:
+    """Compares all tokens that both vocabularies have: tile by tile where devices share a head,
+    else chunk by chunk."""
     student, student_head, _, teacher_head, _ = arrays
     M = student.shape[0]
     vocabularies = (student_head.shape[0], teacher_head.shape[0])
@@ -123,7 +103,7 @@ def _joint(
         results = _chunked(
             chunks[0], student_head, chunks[1], teacher_head, temperature, spec, scalings
         )
-        return tuple(a.reshape(-1)[:M] for a in cast(tuple[jax.Array, ...], results))
+        return jax.tree.map(lambda a: a.reshape(-1)[:M], results)
 
     return tiling.spread(local, M, True, False, True, False, False)(*arrays)
 
@@ -187,14 +167,25 @@ def _log_softmax(z: jax.Array) -> tuple[jax.Array, jax.Array]:
     return z - normal, normal
 
 
-def _compared(student, student_head, teacher, teacher_head, temperature, scalings: Scalings):
-    """Returns (the student's logits of its full vocabulary, log p, log q, normaliser of p) of a
-    chunk."""
+class _Compared(NamedTuple):
+    """The student's logits of its full vocabulary and, over the tokens that are compared, log p,
+    log q and the logarithm of the softmax sum of p."""
+
+    logits: jax.Array
+    log_p: jax.Array
+    log_q: jax.Array
+    normal: jax.Array
+
+
+def _compare(
+    student, student_head, teacher, teacher_head, temperature, scalings: Scalings
+) -> _Compared:
+    """Multiplies a chunk of states with both heads."""
     z = head.logits(student, student_head, scalings[0])
     t = head.logits(teacher, teacher_head, scalings[1])
     V = min(z.shape[-1], t.shape[-1])
     log_p, normal = _log_softmax(z[:, :V] / temperature)
-    return z, log_p, _log_softmax(t[:, :V] / temperature)[0], normal
+    return _Compared(z, log_p, _log_softmax(t[:, :V] / temperature)[0], normal)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -204,16 +195,16 @@ def _chunked(
     """Returns the results of `_joint`, [n, c] for n chunks of c tokens."""
 
     def one(xs):
-        z, log_p, log_q, normal = _compared(
+        z, log_p, log_q, normal = _compare(
             xs[0], student_head, xs[1], teacher_head, temperature, scalings
         )
         total = spec.terms(log_p, log_q).sum(axis=-1)
-        entropies = (-jnp.sum(jnp.exp(logp) * logp, axis=-1) for logp in (log_p, log_q))
+        own, of_teacher = (-jnp.sum(jnp.exp(logp) * logp, axis=-1) for logp in (log_p, log_q))
         agreement = (jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)).astype(jnp.float32)
         outside = jnp.zeros_like(total)
         if z.shape[-1] > log_p.shape[-1]:
             outside = -jnp.expm1(normal[:, 0] - jax.nn.logsumexp(z / temperature, axis=-1))
-        return total, *entropies, agreement, outside
+        return DivergenceOutputs(total, own, of_teacher, agreement, outside)
 
     return jax.lax.map(one, (student, teacher))
 
@@ -234,7 +225,7 @@ def _backward(spec: Divergence, scalings: Scalings, saved, cotangents):
 
     def one(g_head, xs):
         h, t, g_total = xs
-        z, log_p, log_q, _ = _compared(h, student_head, t, teacher_head, temperature, scalings)
+        z, log_p, log_q, _ = _compare(h, student_head, t, teacher_head, temperature, scalings)
         slopes = spec.slopes(log_p, log_q)
         g_z = (g_total[:, None] / temperature) * (
             slopes - jnp.exp(log_p) * slopes.sum(axis=-1, keepdims=True)
@@ -246,7 +237,7 @@ def _backward(spec: Divergence, scalings: Scalings, saved, cotangents):
         ), g_z @ weight
 
     start = jnp.zeros(student_head.shape, jnp.float32)
-    g_head, g_student = jax.lax.scan(one, start, (student, teacher, cotangents[0]))
+    g_head, g_student = jax.lax.scan(one, start, (student, teacher, cotangents.divergence))
     return cast(Any, (g_student, g_head.astype(student_head.dtype), None, None, None))
 
 

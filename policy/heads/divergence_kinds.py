@@ -4,6 +4,8 @@ log-probabilities.
 - forward: KL(q || p) = sum q (log q - log p); covers what the teacher does.
 - reverse: KL(p || q) = sum p (log p - log q); avoids what the teacher does not do.
 - jsd: beta KL(q || m) + (1 - beta) KL(p || m), with m = (1 - beta) p + beta q (arXiv 2306.13649).
+
+M tokens.
 """
 
 from __future__ import annotations
@@ -80,3 +82,23 @@ class Divergence:
 
     def _log_mixture(self, log_p: jax.Array, log_q: jax.Array) -> jax.Array:
         return jnp.logaddexp(log_p + math.log1p(-self.beta), log_q + math.log(self.beta))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DivergenceOutputs:
+    """Numbers per token, float32[M]; None: not computed. Only `divergence` has a gradient.
+
+    Entropies are in nats, of the distributions that are compared. agreement: 1 where both have the
+    same likeliest token. outside: the student's probability of tokens that the teacher's vocabulary
+    does not have. With top_k, student_mass and teacher_mass are the probabilities of the k tokens,
+    and the student's entropy is that of its full vocabulary.
+    """
+
+    divergence: jax.Array
+    student_entropy: jax.Array | None = None
+    teacher_entropy: jax.Array | None = None
+    agreement: jax.Array | None = None
+    outside: jax.Array | None = None
+    student_mass: jax.Array | None = None
+    teacher_mass: jax.Array | None = None

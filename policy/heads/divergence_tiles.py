@@ -5,7 +5,8 @@ All rows are compared with one tile of the vocabulary after another (policy/head
 tile has the same tokens on both sides. The forward pass runs twice over the tiles: first it sums
 both softmaxes, then the divergence. The backward pass runs over them a third time.
 
-M rows, E hidden of the student, D of the teacher, V and U their vocabularies.
+M tokens (rows and positions flattened), E hidden of the student, D of the teacher, V and U their
+vocabularies, N tokens of a tile.
 """
 
 from __future__ import annotations
@@ -13,14 +14,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
 from policy.config import LogitScaling
-from policy.heads.divergence_kinds import Divergence
+from policy.heads.divergence_kinds import Divergence, DivergenceOutputs
 from policy.heads.vocab_tiles import Tiles, add_exp
+
+
+class TileLogits(NamedTuple):
+    """What a tile has on both sides.
+
+    student, teacher: logits / temperature, float32[M, N]. slope: derivative of the student's by its
+    products, float32[M, N]. weights: of the student, [N, E]. ids: the tokens, int32[N].
+    """
+
+    student: jax.Array
+    teacher: jax.Array
+    slope: jax.Array
+    weights: jax.Array
+    ids: jax.Array
 
 
 @dataclass(frozen=True)
@@ -56,14 +71,13 @@ class JointTiles:
 
     def logits(
         self, cuts: tuple[jax.Array, jax.Array], j: jax.Array, states: tuple, temperature: jax.Array
-    ):
-        """Returns (logits / temperature of student and teacher [M, N], slope of the student's, tile
-        of the student's weights [N, E], tokens int32[N]) of tile j."""
+    ) -> TileLogits:
+        """Computes the logits of tile j."""
         tile, ids = self.student.tile(cuts[0], j, states[0].dtype)
         other, _ = self.teacher.tile(cuts[1], j, states[1].dtype)
         z, slope = self.student.logits(states[0], tile, ids, temperature)
         t, _ = self.teacher.logits(states[1], other, ids, temperature)
-        return z, t, slope, tile, ids
+        return TileLogits(z, t, slope, tile, ids)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -75,18 +89,26 @@ def divergence(
     temperature: jax.Array,
     spec: Divergence,
     tiles: JointTiles,
-) -> tuple[jax.Array, ...]:
-    """Returns (divergence, entropies of student and teacher, agreement, outside), float32[M], as
-    policy/heads/divergence.py defines them. The first is differentiable in the student's states and
-    head."""
+) -> DivergenceOutputs:
+    """Returns the results of policy/heads/divergence.py:divergence. The divergence is
+    differentiable in the student's states and head."""
     return _compared(
         student_ME, student_head_VE, teacher_MD, teacher_head_UD, temperature, spec, tiles
     )[0]
 
 
-def _normalisers(cuts, states, temperature, tiles: JointTiles):
-    """Returns the logarithms of the softmax sums [M] of the student over its vocabulary and of both
-    over the shared tokens, and whether both have the same likeliest token [M]."""
+class _Normalisers(NamedTuple):
+    """Logarithms of softmax sums, float32[M]: of the student over its vocabulary, and of both over
+    the shared tokens. agreement: 1 where both have the same likeliest token."""
+
+    everything: jax.Array
+    student: jax.Array
+    teacher: jax.Array
+    agreement: jax.Array
+
+
+def _normalisers(cuts, states, temperature, tiles: JointTiles) -> _Normalisers:
+    """Sums both softmaxes over all tiles."""
     student = tiles.student
     M = states[0].shape[0]
     none = jnp.iinfo(jnp.int32).max
@@ -100,8 +122,10 @@ def _normalisers(cuts, states, temperature, tiles: JointTiles):
 
     def one(j, carry):
         full, shared, best = carry
-        z, t, _, _, ids = tiles.logits(cuts, j, states, temperature)
-        both = [jnp.where(ids < tiles.shared, each, -jnp.inf) for each in (z, t)]
+        tile = tiles.logits(cuts, j, states, temperature)
+        z = tile.student
+        ids = tile.ids
+        both = [jnp.where(ids < tiles.shared, each, -jnp.inf) for each in (z, tile.teacher)]
         full = add_exp(full, z) if student.vocab > tiles.shared else full
         shared = [add_exp(sums, each) for sums, each in zip(shared, both, strict=True)]
         return (
@@ -117,18 +141,25 @@ def _normalisers(cuts, states, temperature, tiles: JointTiles):
     full, shared, best = jax.lax.fori_loop(0, student.count, one, start)
     p, q = (top + jnp.log(total) for top, total in shared)
     everything = full[0] + jnp.log(full[1]) if student.vocab > tiles.shared else p
-    return everything, p, q, (best[0][1] == best[1][1]).astype(jnp.float32)
+    return _Normalisers(everything, p, q, (best[0][1] == best[1][1]).astype(jnp.float32))
 
 
-def _tokens_compared(z, t, ids, normals, tiles: JointTiles):
-    """Returns (log p, log q) of a tile and where its numbers are shared tokens; elsewhere the
-    logarithms are finite."""
-    shared = ids < tiles.shared
+class _SharedTokens(NamedTuple):
+    """log p and log q of a tile, float32[M, N], and which of its numbers are shared tokens,
+    bool[N]; of others the logarithms are finite."""
+
+    log_p: jax.Array
+    log_q: jax.Array
+    shared: jax.Array
+
+
+def _shared_tokens(tile: TileLogits, normals, tiles: JointTiles) -> _SharedTokens:
+    shared = tile.ids < tiles.shared
     log_p, log_q = (
         jnp.where(shared, each, 0.0) - normal[:, None]
-        for each, normal in zip((z, t), normals, strict=True)
+        for each, normal in zip((tile.student, tile.teacher), normals, strict=True)
     )
-    return log_p, log_q, shared
+    return _SharedTokens(log_p, log_q, shared)
 
 
 def _compared(
@@ -138,25 +169,29 @@ def _compared(
     sums of slopes)."""
     cuts = (tiles.student.cut(student_head), tiles.teacher.cut(teacher_head))
     states = (student, teacher)
-    everything, *normals, agreement = _normalisers(cuts, states, temperature, tiles)
+    sums = _normalisers(cuts, states, temperature, tiles)
+    normals = sums.student, sums.teacher
 
-    def one(j, sums):
-        z, t, _, _, ids = tiles.logits(cuts, j, states, temperature)
-        log_p, log_q, shared = _tokens_compared(z, t, ids, normals, tiles)
+    def one(j, totals):
+        tile = tiles.logits(cuts, j, states, temperature)
+        log_p, log_q, shared = _shared_tokens(tile, normals, tiles)
         each = (
             spec.terms(log_p, log_q),
             spec.slopes(log_p, log_q),
             -jnp.exp(log_p) * log_p,
             -jnp.exp(log_q) * log_q,
         )
-        return [a + jnp.where(shared, b, 0.0).sum(axis=1) for a, b in zip(sums, each, strict=True)]
+        return [
+            a + jnp.where(shared, b, 0.0).sum(axis=1) for a, b in zip(totals, each, strict=True)
+        ]
 
     start = [tiles.student.rows(jnp.zeros(student.shape[0]))] * 4
     total, slopes, student_entropy, teacher_entropy = jax.lax.fori_loop(
         0, tiles.student.count, one, start
     )
-    outside = -jnp.expm1(normals[0] - everything)
-    return (total, student_entropy, teacher_entropy, agreement, outside), (*normals, slopes)
+    outside = -jnp.expm1(sums.student - sums.everything)
+    outputs = DivergenceOutputs(total, student_entropy, teacher_entropy, sums.agreement, outside)
+    return outputs, (*normals, slopes)
 
 
 def _forward(student, student_head, teacher, teacher_head, temperature, spec, tiles):
@@ -174,11 +209,11 @@ def _backward(spec: Divergence, tiles: JointTiles, saved, cotangents):
 
     def one(j, carry):
         g_student, g_cut = carry
-        z, t, slope, tile, ids = tiles.logits(cuts, j, states, temperature)
-        log_p, log_q, shared = _tokens_compared(z, t, ids, normals, tiles)
+        tile = tiles.logits(cuts, j, states, temperature)
+        log_p, log_q, shared = _shared_tokens(tile, normals, tiles)
         g_z = jnp.where(shared, spec.slopes(log_p, log_q) - jnp.exp(log_p) * slopes[:, None], 0.0)
-        g_z = (cotangents[0][:, None] * g_z * slope).astype(student.dtype)
-        g_student = g_student + own.summed("mn,ne->me", g_z, tile, ("batch", None))
+        g_z = (cotangents.divergence[:, None] * g_z * tile.slope).astype(student.dtype)
+        g_student = g_student + own.summed("mn,ne->me", g_z, tile.weights, ("batch", None))
         g_tile = own.summed("mn,me->ne", g_z, student, ("vocab", None))
         g_tile = own.constrain_tiles(g_tile.reshape(own.parts, 1, own.width, -1))
         return g_student, jax.lax.dynamic_update_slice_in_dim(g_cut, g_tile, j, axis=1)

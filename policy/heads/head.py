@@ -1,8 +1,8 @@
 """Logits of hidden states, and log-probabilities and entropies computed without the logits of all
 tokens at once.
 
-M tokens (rows and positions flattened), E hidden, V vocabulary, K targets per token. All logits are
-float32.
+M tokens (rows and positions flattened), E hidden, V vocabulary, K targets per token, I ids that a
+filter names per token, X any size. All logits are float32.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _Pair = tuple[jax.Array, jax.Array]
 # Largest number of logits of a chunk unless the number of chunks is set: 2^24 float32 are 64 MiB.
 CHUNK_LOGITS = 1 << 24
 
-# The same of a tile of the vocabulary on a CPU, whose caches hold the 4 MiB, and the least tokens of
-# a tile unless the number of tiles is set.
+# The same of a tile of the vocabulary on a CPU, whose caches hold the 4 MiB, and the least tokens
+# of a tile unless the number of tiles is set.
 CPU_TILE_LOGITS = 1 << 20
 LEAST_TOKENS = 512
 
@@ -145,12 +145,12 @@ def logprobs(
     temperature: jax.typing.ArrayLike,
     scaling: LogitScaling = LogitScaling(),
     tiling: Tiling = Tiling(),
-    left_out_MK: jax.Array | None = None,
+    left_out_MI: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp, entropy), float32, of the distribution softmax(logits / temperature).
 
     targets: int[M], or int[M, K] for several tokens per place; logp has their shape. entropy: [M].
-    left_out_MK: int32, ids whose logits are -inf, padded with -1: the distribution is over the
+    left_out_MI: int32, ids whose logits are -inf, padded with -1: the distribution is over the
     others; None: over all.
 
     The tokens are computed with one tile of the vocabulary after another (policy/heads/tiled.py),
@@ -165,7 +165,7 @@ def logprobs(
 
     M = hidden_ME.shape[0]
     temperature = jnp.asarray(temperature, jnp.float32)
-    left_out = () if left_out_MK is None else (left_out_MK,)
+    left_out = () if left_out_MI is None else (left_out_MI,)
     if tiling.layout is not None and tiling.layout.explicit and not in_explicit_mode():
         rows = tiling.layout.spec(("batch",), (M,))
         weight_spec = tiling.layout.spec(("vocab", "embed_vocab"), weight_VE.shape)
@@ -178,7 +178,7 @@ def logprobs(
         return cast(_Pair, explicit(hidden_ME, weight_VE, targets, temperature, *left_out))
     inputs = hidden_ME, weight_VE, targets.reshape(M, -1), temperature
     if (tiles := tiling.of_vocabulary(M, weight_VE, scaling, any_cut=True)) is not None:
-        run = tiled.logprobs(*inputs, left_out_MK, tiles)
+        run = tiled.logprobs(*inputs, left_out_MI, tiles)
         logp, entropy = cast(_Pair, run)
     else:
         run = tiling.spread(local, M, True, False, True, False, *[True for _ in left_out])
@@ -225,11 +225,11 @@ def top_and_rest(
             logp = _log_softmax(logits(h, weight, scaling)[:, :vocab], temperature)
             top, ids = jax.lax.top_k(logp, k)
             others = logp.at[jnp.arange(h.shape[0])[:, None], ids].set(-jnp.inf)
-            return top, ids, jax.nn.logsumexp(others, axis=-1)
+            return TopTokens(top, ids, jax.nn.logsumexp(others, axis=-1))
 
         M = hidden.shape[0]
-        top, ids, rest = jax.lax.map(one, *in_chunks(tiling.rows(M, weight.shape[0]), hidden))
-        return top.reshape(-1, k)[:M], ids.reshape(-1, k)[:M], rest.reshape(-1)[:M]
+        top = jax.lax.map(one, *in_chunks(tiling.rows(M, weight.shape[0]), hidden))
+        return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:M], top)
 
     M = hidden_ME.shape[0]
     given = jax.lax.stop_gradient((hidden_ME, weight_VE, jnp.asarray(temperature, jnp.float32)))
@@ -237,7 +237,7 @@ def top_and_rest(
         return vocab_tiles.top_and_rest(
             *given[:2], k, given[2], tiles, min(vocab or tiles.vocab, tiles.vocab)
         )
-    return TopTokens(*tiling.spread(local, M, True, False, False)(*given))
+    return tiling.spread(local, M, True, False, False)(*given)
 
 
 def in_chunks(rows: int, *arrays: jax.Array) -> list[jax.Array]:

@@ -10,7 +10,8 @@ Where few ids are left out, as by words that may not occur, they are named in pl
 are kept. Their logits are -inf, so the sum over the others is exact even where nearly all
 probability is left out.
 
-M tokens, E hidden, V vocabulary, K ids.
+M tokens (rows and positions flattened), E hidden, V vocabulary, I ids that a filter names per
+token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def logprobs(
     hidden_ME: jax.Array,
     weight_VE: jax.Array,
     targets_M: jax.Array,
-    kept_MK: jax.Array,
+    kept_MI: jax.Array,
     temperature: jax.typing.ArrayLike,
     scaling: LogitScaling = LogitScaling(),
     tiling: head.Tiling = head.Tiling(),
@@ -34,16 +35,16 @@ def logprobs(
     """Returns (logp, entropy), float32[M], of softmax(logits / temperature) over the ids of each
     token.
 
-    kept_MK: int32, the ids, each once and the target among them; -1: none. Or the ids that are left
+    kept_MI: int32, the ids, each once and the target among them; -1: none. Or the ids that are left
     out, id i as -2 - i, each once and the target not among them. A token without an id has the
     distribution over all ids. Both results are differentiable in hidden and weight.
     """
-    named = jnp.concatenate([targets_M[:, None], jnp.maximum(kept_MK, 0)], axis=1)
-    left_out_MK = jnp.where(kept_MK < -1, -2 - kept_MK, -1)
+    named = jnp.concatenate([targets_M[:, None], jnp.maximum(kept_MI, 0)], axis=1)
+    left_out_MI = jnp.where(kept_MI < -1, -2 - kept_MI, -1)
     logp, entropy = head.logprobs(
-        hidden_ME, weight_VE, named, temperature, scaling, tiling, left_out_MK
+        hidden_ME, weight_VE, named, temperature, scaling, tiling, left_out_MI
     )
-    is_kept = kept_MK >= 0
+    is_kept = kept_MI >= 0
     cut = jnp.any(is_kept, axis=1)
     own = logp[:, 0]
     log_p = jnp.where(cut[:, None], jnp.where(is_kept, logp[:, 1:], -jnp.inf), 0.0)

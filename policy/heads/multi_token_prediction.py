@@ -1,7 +1,7 @@
 """Multi-token prediction (arXiv 2412.19437, section 2.2): extra modules predict the tokens after
 the next one.
 
-Module d = 1..D turns the state of position i and the token at i + d into a state that predicts the
+Module d = 1..depth turns the state of position i and the token at i + d into a state that predicts the
 token at i + d + 1:
 
     h^d_i = layer_d(P_d [enorm_d(embedding of token i + d) | hnorm_d(h^(d-1)_i)]),  h^0 the
@@ -11,7 +11,7 @@ The modules share the decoder's embedding and head. Entry i of a module has posi
 counts from 0, which under rotary embeddings is the same as the offset of d in other
 implementations.
 
-B rows, T tokens, E hidden, D depth.
+B rows, T tokens, E hidden.
 """
 
 from __future__ import annotations

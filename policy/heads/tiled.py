@@ -6,14 +6,15 @@ elsewhere. It writes the gradient of each tile once, into its place; only the gr
 is summed over the tiles. Chunks of rows would read the projection, and read and write its gradient,
 once for each chunk.
 
-M rows, E hidden, V vocabulary, K targets per row; N tokens of a tile, W of a local one.
+M tokens (rows and positions flattened), E hidden, V vocabulary, K targets per token, I ids that a
+filter names per token; N tokens of a tile, W of the part of it that a device has, X any size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,8 @@ from policy.heads.vocab_tiles import OneTile, Tile, Tiles, products
 @dataclass(frozen=True)
 class LocalTiles:
     """Tiles of `width` tokens of a projection that the device has in full; the last may be
-    shorter. keeps: as in `Tiles`."""
+    shorter. keeps: as in `Tiles`. A method without a docstring does what `Tiles` says of it; rows
+    are local."""
 
     vocab: int
     width: int
@@ -42,15 +44,13 @@ class LocalTiles:
         return cls(vocab, -(-vocab // count), scaling, keeps)
 
     def cut(self, weight_VE: jax.Array) -> jax.Array:
-        """As `Tiles.cut`: `scan` slices the projection itself."""
+        # `scan` slices the projection itself.
         return weight_VE
 
     def join(self, cut_VE: jax.Array) -> jax.Array:
-        """As `Tiles.join`."""
         return cut_VE
 
     def rows(self, rows_MX: jax.Array) -> jax.Array:
-        """As `Tiles.rows`: rows are local."""
         return rows_MX
 
     def summed(self, equation: str, g_MN: jax.Array, other: jax.Array, axes: tuple) -> jax.Array:
@@ -85,36 +85,31 @@ class LocalTiles:
         z_MW: jax.Array,
         ids_W: jax.Array,
         temperature: jax.Array,
-        left_out_MK: jax.Array | None,
+        left_out_MI: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """As `Tiles.scaled`."""
         z = scaled(z_MW, self.scaling)
         slope_MW = slope(z, self.scaling) / temperature
         z = z / temperature
-        if left_out_MK is not None:
-            z = z.at[_places(left_out_MK, ids_W)].set(-jnp.inf, mode="drop")
+        if left_out_MI is not None:
+            z = z.at[_places(left_out_MI, ids_W)].set(-jnp.inf, mode="drop")
         return z, slope_MW
 
     def at(self, z_MW: jax.Array, targets_MK: jax.Array, tile: Tile) -> jax.Array:
-        """As `Tiles.at`."""
         return z_MW.at[_places(targets_MK, tile.ids)].get(mode="fill", fill_value=0.0)
 
     def add_at(
         self, z_MW: jax.Array, targets_MK: jax.Array, values_MK: jax.Array, tile: Tile
     ) -> jax.Array:
-        """As `Tiles.add_at`. A comparison with one target is a part of the pass that makes z."""
-        if targets_MK.shape[1] == 1:
+        if targets_MK.shape[1] == 1:  # a comparison is a part of the pass that makes z
             return z_MW + jnp.where(targets_MK == tile.ids, values_MK, 0.0)
         return z_MW.at[_places(targets_MK, tile.ids)].add(values_MK, mode="drop")
 
     def no_gradient(self, cut_VE: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """As `Tiles.no_gradient`."""
         return jnp.zeros(cut_VE.shape, dtype)
 
     def with_gradient(
         self, g_cut: jax.Array, g_MW: jax.Array, hidden_ME: jax.Array, tile: Tile
     ) -> jax.Array:
-        """As `Tiles.with_gradient`."""
         g_tile = self.summed("mn,me->ne", g_MW, hidden_ME, ()).astype(g_cut.dtype)
         return jax.lax.dynamic_update_slice_in_dim(g_cut, g_tile, tile.number * self.width, axis=0)
 
@@ -132,21 +127,34 @@ def logprobs(
     weight_VE: jax.Array,
     targets_MK: jax.Array,
     temperature: jax.Array,
-    left_out_MK: jax.Array | None,
+    left_out_MI: jax.Array | None,
     tiles: Tiles | LocalTiles,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp [M, K] of the targets, entropy [M]), float32. Both are differentiable in hidden
     and weight.
 
-    left_out_MK: as in policy/heads/head.py:logprobs.
+    left_out_MI: as in policy/heads/head.py:logprobs.
     """
-    arrays = hidden_ME, weight_VE, targets_MK, temperature, left_out_MK
-    return _scored(*arrays, tiles, keeps=False)[0]
+    arrays = hidden_ME, weight_VE, targets_MK, temperature, left_out_MI
+    return _scored(*arrays, tiles, keeps=False).results
 
 
-def _scored(hidden, weight, targets, temperature, left_out, tiles, *, keeps: bool):
-    """Returns ((logp, entropy), the logarithm of the softmax sum [M], the products of all tiles or
-    None).
+class _Scored(NamedTuple):
+    """The results of `logprobs`, and what the backward pass reads: the logarithm of the softmax sum
+    [M], and the products of all tiles, or None."""
+
+    logp: jax.Array
+    entropy: jax.Array
+    normal: jax.Array
+    kept: Any
+
+    @property
+    def results(self) -> tuple[jax.Array, jax.Array]:
+        return self.logp, self.entropy
+
+
+def _scored(hidden, weight, targets, temperature, left_out, tiles, *, keeps: bool) -> _Scored:
+    """Sums the softmax over all tiles.
 
     The sums are of e = exp(z - the largest z) and of (z - the largest z) e, so that an entropy is
     no difference of large numbers.
@@ -175,13 +183,13 @@ def _scored(hidden, weight, targets, temperature, left_out, tiles, *, keeps: boo
     top, total, weighed, at_targets = sums
     log_total = jnp.log(total)
     normal = top + log_total
-    return (at_targets - normal[:, None], log_total - weighed / total), normal, kept
+    return _Scored(at_targets - normal[:, None], log_total - weighed / total, normal, kept)
 
 
 def _forward(hidden, weight, targets, temperature, left_out, tiles):
     arrays = hidden, weight, targets, temperature, left_out
-    results, normal, kept = _scored(*arrays, tiles, keeps=tiles.keeps)
-    return results, (*arrays, normal, results[1], kept)
+    scored = _scored(*arrays, tiles, keeps=tiles.keeps)
+    return scored.results, (*arrays, scored.normal, scored.entropy, scored.kept)
 
 
 def _backward(tiles, saved, cotangents):

@@ -6,8 +6,9 @@ exchange a tile of the projection, use it and drop it, and the gradient of a til
 devices and stored where the tile is stored. Chunks of rows would need the full projection on every
 device, and a float32 gradient of its size: 1 and 2 GiB for llama3.1-8b.
 
-M rows, E hidden, V vocabulary, K targets per row; P parts into which the mesh cuts V, n tiles of P
-x W tokens, N tokens of a tile; X any size.
+M tokens (rows and positions flattened), E hidden, V vocabulary, K targets per token, I ids that a
+filter names per token; P parts into which the mesh cuts V, n tiles of P x W tokens, N tokens of a
+tile; X any size.
 """
 
 from __future__ import annotations
@@ -119,27 +120,27 @@ class Tiles:
         tile_NE: jax.Array,
         ids_N: jax.Array,
         temperature: jax.Array,
-        left_out_MK: jax.Array | None = None,
+        left_out_MI: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns (logits / temperature, their derivative by hidden @ tile^T), float32[M, N].
 
         The logits of numbers that are no tokens, and of the ids `left_out` of a row, are -inf.
         """
-        return self.scaled(products(hidden_ME, tile_NE), ids_N, temperature, left_out_MK)
+        return self.scaled(products(hidden_ME, tile_NE), ids_N, temperature, left_out_MI)
 
     def scaled(
         self,
         z_MN: jax.Array,
         ids_N: jax.Array,
         temperature: jax.Array,
-        left_out_MK: jax.Array | None,
+        left_out_MI: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the results of `logits` from the products z of states and weights."""
         z = scaled(z_MN, self.scaling)
         slope_MN = slope(z, self.scaling) / temperature
         is_left = ids_N < self.vocab
-        if left_out_MK is not None:
-            is_left = is_left & ~jnp.any(left_out_MK[:, :, None] == ids_N, axis=1)
+        if left_out_MI is not None:
+            is_left = is_left & ~jnp.any(left_out_MI[:, :, None] == ids_N, axis=1)
         return jnp.where(is_left, z / temperature, -jnp.inf), slope_MN
 
     def scan(self, one: OneTile, carry: T, cut: jax.Array, dtype: DTypeLike, kept: Any) -> tuple:
@@ -220,9 +221,8 @@ def top_and_rest(
     M = hidden_ME.shape[0]
     cut = tiles.cut(weight_VE)
     layout = tiles.layout
-    low = jnp.finfo(
-        jnp.float32
-    ).min  # of places that no token has yet: exp is 0 and differences are numbers
+    # Of places that no token has yet: exp is 0 and differences are numbers.
+    low = jnp.finfo(jnp.float32).min
     spec = layout.spec(("batch", "vocab", None), (M, tiles.parts, tiles.width))
     # The partitioner may send all logits to every device for a top_k of rows.
     largest_of_parts = jax.shard_map(
@@ -239,7 +239,7 @@ def top_and_rest(
         return -negative[:, :k], ids[:, :k]
 
     def one(j, carry):
-        top, ids_MK, rest = carry
+        top, likely_ids, rest = carry
         tile, ids = tiles.tile(cut, j, hidden_ME.dtype)
         z, _ = tiles.logits(hidden_ME, tile, ids, temperature)
         z = jnp.where(ids < vocab, z, low)
@@ -252,11 +252,11 @@ def top_and_rest(
             constrain(a.reshape(M, -1), ("batch", None), layout) for a in (best, best_ids)
         )
         new, new_ids = likeliest(
-            *(jnp.concatenate(two, 1) for two in zip((top, ids_MK), candidates, strict=True))
+            *(jnp.concatenate(two, 1) for two in zip((top, likely_ids), candidates, strict=True))
         )
         last = new[:, -1:]
         last_id = new_ids[:, -1:]
-        for others, their_ids in ((top, ids_MK), (z, ids)):
+        for others, their_ids in ((top, likely_ids), (z, ids)):
             rest = add_exp(
                 rest,
                 jnp.where(

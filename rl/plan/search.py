@@ -20,7 +20,7 @@ from rl.run.resume.continued import AUTO
 
 
 @dataclass(frozen=True)
-class Choice:
+class MeshChoice:
     """A mesh with a micro-batch and a remat policy.
 
     size: (rows of a micro-batch, rank of the remat policy); larger numbers need more memory on the
@@ -45,7 +45,7 @@ class SearchResult:
     """Compiled choices. looked_at: choices in all. pruned: choices whose resident bytes alone are
     too many. least: the fewest resident bytes of a choice."""
 
-    tried: list[tuple[Choice, Trial]]
+    tried: list[tuple[MeshChoice, Trial]]
     looked_at: int
     pruned: int
     least: float
@@ -76,7 +76,7 @@ def search(
     for (change, made, size), cost in zip(everything, costs, strict=True):
         if isinstance(cost, Costs):  # settings with equal programs are one choice
             choices.setdefault(
-                tuple(sorted(cost.programs.items())), Choice(change, made, cost, size)
+                tuple(sorted(cost.programs.items())), MeshChoice(change, made, cost, size)
             )
     if not choices:
         raise ConfigError(
@@ -88,12 +88,12 @@ def search(
     tried = []
     corrections = {}
 
-    def rank(choice: Choice) -> tuple:
+    def rank(choice: MeshChoice) -> tuple:
         needs = choice.costs.needs(corrections)
         return (0, choice.costs.seconds) if needs <= memory else (1, needs)
 
     while left and len(tried) < most:
-        some: list[Choice] = []
+        some: list[MeshChoice] = []
         for each in sorted(left, key=rank):
             if len(some) < min(AT_A_TIME, most - len(tried)) and each.mesh not in {
                 other.mesh for other in some
@@ -118,7 +118,7 @@ def search(
     )
 
 
-def _as_large(other: Choice, choice: Choice) -> bool:
+def _as_large(other: MeshChoice, choice: MeshChoice) -> bool:
     return other.mesh == choice.mesh and all(
         a >= b for a, b in zip(other.size, choice.size, strict=True)
     )
@@ -154,8 +154,8 @@ def as_yaml(change: SettingsChange) -> str:
 
 
 def best(
-    tried: Sequence[tuple[Choice, Trial]], seconds: Callable[[Sequence[ProgramReport]], float]
-) -> list[tuple[Choice, Trial]]:
+    tried: Sequence[tuple[MeshChoice, Trial]], seconds: Callable[[Sequence[ProgramReport]], float]
+) -> list[tuple[MeshChoice, Trial]]:
     """Returns the choices that fit, the quickest first by `seconds(reports)`."""
     return sorted(
         (each for each in tried if each[1].fits), key=lambda each: seconds(each[1].reports)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from policy.config import DecoderConfig
-from policy.intermediates import Activations
+from policy.intermediates import ActivationStatistics
 from policy.mesh import processes
 
 # Part -> substrings of the paths of its weights. The first part that matches counts.
@@ -57,7 +57,7 @@ def gradient_norms(squares: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def activation_metrics(
-    activations: dict[str, Activations], filled_MRT: jax.Array, config: DecoderConfig
+    activations: dict[str, ActivationStatistics], filled_MRT: jax.Array, config: DecoderConfig
 ) -> dict[str, jax.Array]:
     """Returns activation/mean/<layer>, activation/std/<layer> and activation/zeros/<layer>.
 

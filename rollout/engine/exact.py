@@ -31,7 +31,7 @@ from policy.programs.compiled_cache import CompiledCache
 from policy.programs.scoring import Scorer
 from rollout.engine.programs import IDLE
 from rollout.engine.sampling import Drawn, Draws, choose
-from rollout.logits_processors import LogitsProcessors, Sizes
+from rollout.logits_processors import LogitsProcessors, ProcessorSizes
 from rollout.request import Request
 from rollout.types import SamplingParams
 
@@ -239,7 +239,7 @@ class Verifier:
     ) -> Drawn:
         """Returns arrays [R, T] on the host: what each row's request draws at every position.
         Log-probabilities before filters are left out: `Scorer.score` gives them."""
-        sizes = Sizes.of(requests)
+        sizes = ProcessorSizes.of(requests)
         inputs = self._draw_inputs(requests, L)
         if sizes is None:
             drawn = self._draw(params, hidden_RTE, *inputs)

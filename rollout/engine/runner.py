@@ -48,7 +48,7 @@ from rollout.engine.page_budget import PageBudget, choose_page_budget
 from rollout.engine.programs import DecodeOutput, DecoderPrograms, DecodeState, PrefillInputs
 from rollout.engine.scheduler import PREFILL_ROWS, SchedulerLimits, prefill_lengths, prefill_rows
 from rollout.engine.speculative import SpeculativePrograms
-from rollout.logits_processors import LogitsProcessors, Sizes
+from rollout.logits_processors import LogitsProcessors, ProcessorSizes
 from rollout.request import Request
 from rollout.types import GeneratorOptions
 
@@ -67,14 +67,14 @@ class Widths(NamedTuple):
     """
 
     stops: int = 4
-    processors: Sizes | None = None
+    processors: ProcessorSizes | None = None
 
     @classmethod
     def of(cls, requests: Collection[Request]) -> Widths:
         """Returns the widths for these requests."""
         stops = max(len(request.params.stop_token_ids) for request in requests)
         few = 1 << (stops - 1).bit_length() if stops else 0  # few widths, few programs
-        return cls(max(cls().stops, few), Sizes.of(requests))
+        return cls(max(cls().stops, few), ProcessorSizes.of(requests))
 
     @property
     def shape(self) -> tuple[int, ...]:

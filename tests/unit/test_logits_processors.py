@@ -14,7 +14,7 @@ from policy import families
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.engine.runner import Widths
 from rollout.engine.sampling import Draws, choose, uniforms
-from rollout.logits_processors import LogitsProcessors, Sizes
+from rollout.logits_processors import LogitsProcessors, ProcessorSizes
 from rollout.request import Request
 from rollout.text.tokenizer import bad_word_tokens, byte_level, characters, first_stop
 
@@ -95,7 +95,7 @@ def test_logits_equal_those_of_transformers(setting):
     )
     rows = requests_of(setting)
     logits = np.random.default_rng(1).normal(0, 2, (len(rows), V)).astype(np.float32)
-    processors = LogitsProcessors.of(rows, len(rows), LENGTH, Sizes(1, 8, 8, 4, 4))
+    processors = LogitsProcessors.of(rows, len(rows), LENGTH, ProcessorSizes(1, 8, 8, 4, 4))
     at = np.asarray([len(row.prompt) + len(row.tokens) for row in rows], np.int32)
     result = np.asarray(processed(logits, processors, at))
     expected = np.stack([of_transformers(row, own) for row, own in zip(rows, logits, strict=True)])
@@ -114,7 +114,7 @@ def test_a_row_without_settings_keeps_its_logits_among_rows_with_some():
         None,
     ]
     logits = np.random.default_rng(1).normal(0, 2, (5, V)).astype(np.float32)
-    processors = LogitsProcessors.of(rows, 5, LENGTH, Sizes.of(rows))
+    processors = LogitsProcessors.of(rows, 5, LENGTH, ProcessorSizes.of(rows))
     result = np.asarray(processed(logits, processors, np.int32([3, 3, 5, 4, 1])))
     np.testing.assert_array_equal(result[3:], logits[3:])
 
@@ -127,7 +127,7 @@ def test_a_word_may_go_on_from_the_prompt():
         Request((1, 7), params, tokens=[8], bad_words=WORDS),
         Request((1,), params, tokens=[7, 8], bad_words=WORDS),
     ]
-    processors = LogitsProcessors.of(rows, 3, LENGTH, Sizes(1, 8, 8, 4, 4))
+    processors = LogitsProcessors.of(rows, 3, LENGTH, ProcessorSizes(1, 8, 8, 4, 4))
     result = np.asarray(processed(np.zeros((3, V), np.float32), processors, np.int32([3, 3, 3])))
     assert [set(np.flatnonzero(np.isinf(row)).tolist()) for row in result] == [{4}, {4}, {4, 9}]
 
@@ -140,10 +140,12 @@ def test_programs_have_processors_only_where_a_request_needs_them():
     ]
     assert {Widths.of([Request((1,), params)]) for params in plain} == {Widths()}
     few, more = ({"logit_bias": dict.fromkeys(range(n), 1.0)} for n in (2, 9))
-    assert Sizes.of([Request((1,), SamplingParams(**few))]) == (0, 8, 0, 0, 0)
-    assert Sizes.of([Request((1,), SamplingParams(**more)), None]) == (0, 32, 0, 0, 0)
+    assert ProcessorSizes.of([Request((1,), SamplingParams(**few))]) == (0, 8, 0, 0, 0)
+    assert ProcessorSizes.of([Request((1,), SamplingParams(**more)), None]) == (0, 32, 0, 0, 0)
     ends = SamplingParams(min_tokens=3, stop_token_ids=(1,), presence_penalty=0.1)
-    assert Sizes.of([Request((1,), ends), Request((1,), bad_words=((1, 2, 3, 4, 5),))]) == (
+    assert ProcessorSizes.of(
+        [Request((1,), ends), Request((1,), bad_words=((1, 2, 3, 4, 5),))]
+    ) == (
         1,
         0,
         0,

@@ -128,7 +128,7 @@ def test_kept_logits_give_the_bits_of_logits_that_are_computed_again(
     left_out = jnp.tile(jnp.arange(40), (64, 1)).at[::3].set(-1) if leaves_out else None
 
     def loss(hidden, weight):
-        logp, entropy = head.logprobs(hidden, weight, targets, 0.7, scaling, left_out_MK=left_out)
+        logp, entropy = head.logprobs(hidden, weight, targets, 0.7, scaling, left_out_MI=left_out)
         return jnp.sum(jnp.square(logp)) + jnp.sum(jnp.exp(entropy)), (logp, entropy)
 
     def run():

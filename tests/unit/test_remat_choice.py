@@ -51,7 +51,7 @@ def test_all_stages_fit_and_unknown_memory_holds_nothing():
     small = remat.UpdateMemory(1.0, dict(zip(remat.ORDER, (8.0, 4.0, 2.0, 1.0), strict=True)))
     large = remat.UpdateMemory(2.0, dict(zip(remat.ORDER, (80.0, 40.0, 20.0, 10.0), strict=True)))
     choice = remat.choose([small, large], 60.0, "cpu")
-    assert choice == remat.Choice("save_dot_with_context_except_mlp", 20.0, 22.0, 60.0)
+    assert choice == remat.RematChoice("save_dot_with_context_except_mlp", 20.0, 22.0, 60.0)
     assert remat.choose([small], 60.0, "cpu").policy == "none"
     hosted = remat.UpdateMemory(1.0, {name: small.kept[name] for name in remat.ORDER[1:]})
     assert remat.choose([small, hosted], 60.0, "cpu").policy == "minimal_flash"

@@ -50,7 +50,7 @@ class UpdateMemory(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class RematChoice:
     """A policy, the bytes per device that it keeps and that the run then needs, and the bytes of a
     device. An unknown number of bytes is None."""
 
@@ -70,7 +70,7 @@ class Choice:
         )
 
 
-def choose(updates: Sequence[UpdateMemory], available: float | None, platform: str) -> Choice:
+def choose(updates: Sequence[UpdateMemory], available: float | None, platform: str) -> RematChoice:
     """Returns the first policy with which all updates fit, else the last one, as for unknown
     memory. available: bytes of a device."""
     allowed = 0.0 if available is None else SHARES.get(platform, SHARES["gpu"]) * available
@@ -78,10 +78,10 @@ def choose(updates: Sequence[UpdateMemory], available: float | None, platform: s
     fitting = (name for name in policies if all(each.needs(name) <= allowed for each in updates))
     policy = next(fitting, policies[-1])
     largest = max(updates, key=lambda each: each.needs(policy))
-    return Choice(policy, largest.kept[policy], largest.needs(policy), available)
+    return RematChoice(policy, largest.kept[policy], largest.needs(policy), available)
 
 
-def chosen(config: RunConfig, mesh: Layout, available: float | None = None) -> Choice:
+def chosen(config: RunConfig, mesh: Layout, available: float | None = None) -> RematChoice:
     """Returns the choice for the devices of a mesh. available: bytes of a device; None: as its kind
     or this machine says.
 
