@@ -22,8 +22,8 @@ turn. Compilation does not count: the first two steps of each are left out, and 
 compiles later is in its seconds.
 
 With `--directory` the model is one with real weights (docs/real_weights.md), with its own tokenizer
-and its own end of a completion, 4 completions of at most 16 tokens, and the update of Duet keeps what
-`--remat` says.
+and its own end of a completion, 4 completions of at most 16 tokens, and the update of Duet keeps
+what `--remat` says.
 
 The floor of the update is its arithmetic: 6 operations for each weight but the embedding's and each
 token that is not padding, at the rate of a product of two matrices of 2048 x 2048 in the same run.

@@ -2,10 +2,10 @@
 rows of different lengths, as people have them.
 
 All start from the same weights and take the same 8 rows a step, of 100 to 512 random tokens, all
-but the first trained on: mean over tokens, float32, gradients clipped at norm 1, AdamW without weight
-decay. The peers pad the rows of a step to the longest, Duet packs them (`perf/packed_share` is
-printed). Tokens per second count real tokens. Each program runs in a process of its own, whose peak
-memory is printed, and takes a step when it is its turn; compilation does not count.
+but the first trained on: mean over tokens, float32, gradients clipped at norm 1, AdamW without
+weight decay. The peers pad the rows of a step to the longest, Duet packs them (`perf/packed_share`
+is printed). Tokens per second count real tokens. Each program runs in a process of its own, whose
+peak memory is printed, and takes a step when it is its turn; compilation does not count.
 
 `body` is the forward and backward pass of 512 tokens without the head, in turns in one process; the
 gradients are those of all weights and of the embeddings' output. torch runs eagerly.

@@ -2,8 +2,8 @@
 
 Shapes: N rows of T tokens; S sequence numbers in a row (0 is padding). Every array is replaced
 where the mask is 0 *before* any exp or difference: 0 * inf is NaN in a gradient. All sums are
-float32. Metrics that are means are divided by counts of the mini-batch, so the metrics of its micro-batches
-add up (`rl.algorithms.reduce_metrics`).
+float32. Metrics that are means are divided by counts of the mini-batch, so the metrics of its
+micro-batches add up (`rl.algorithms.reduce_metrics`).
 """
 
 from __future__ import annotations

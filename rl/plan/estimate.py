@@ -12,7 +12,7 @@ Temporaries and seconds are a model of a few terms, good for a comparison of con
   for recomputation.
 - HBM traffic: all weights in each pass, activations, and in an update each trained weight with the
   state of its optimizer, read and written once.
-- The products of an optimizer, as Muon has them, once an update. Its other operations count nothing.
+- The products of an optimizer, as Muon has them, once an update. Its other operations are left out.
 - The pass of a teacher in an update is one more forward pass, of its own weights.
 - Communication: an all-gather of weights over the axes that shard them but not the products, a
   reduce-scatter of their gradients, and two activations per layer where products are sharded.

@@ -66,12 +66,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def run(
-    config: RunConfig, prepared: Prepared, folder: RunFolder, stop: StopSignal, timeline: Timeline
+    prepared: Prepared, folder: RunFolder, stop: StopSignal, timeline: Timeline
 ) -> Iterator[Run]:
     """Builds the objects that the stages share, or reads them from the newest checkpoint.
 
     Closes checkpoints and events at the end.
     """
+    config = prepared.config
     writing = partial(timeline.span, "writing a checkpoint", CHECKPOINTS)
     checkpoints = Checkpoints(
         folder.path / CHECKPOINT_FOLDER, config.run.keep_checkpoints, writing, best.named_by

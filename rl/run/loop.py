@@ -16,7 +16,6 @@ rewards ask for. The random number of a token follows from (seed, prompt id, sam
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 
 from rl.config import changes
 from rl.config.run import RunConfig
@@ -26,21 +25,14 @@ from rl.records.timeline import Timeline
 from rl.run import build
 from rl.run.folder import RunFolder
 from rl.run.health import devices
-from rl.run.prepare import Prepared, prepare, with_date
-from rl.run.resume import remat
-from rl.run.resume.continued import (
-    continued_on_all,
-    folder_state,
-    has_known_steps,
-    with_saved_remat,
-)
+from rl.run.prepare import Prepared
+from rl.run.resume.continued import folder_state
 from rl.run.signals import StopSignal
 from rl.run.state import Run, is_finished
 from rl.run.steps.held_out import HeldOutMetrics
 from rl.run.steps.notes import StepNotes
-from rl.run.steps.start import start_run, start_stage, steps_left
+from rl.run.steps.start import prepared_run, start_run, start_stage, steps_left
 from rl.run.steps.step_metrics import step_metrics
-from rl.run.steps.until import is_reached
 from rl.run.unfinished.stop import StoppedAt
 from rl.stages.export.weight_checks import check_weights
 from rl.stages.stage import StageKind
@@ -56,26 +48,20 @@ def run(config: RunConfig) -> int:
     """
     devices.check_and_show(config.platform)
     state_before = folder_state(config.directory)
-    asked = config.model.remat
-    config = continued_on_all(with_saved_remat(with_date(config)))
-    known_steps = has_known_steps(config)
-    with closing(prepare(config)) as prepared:
-        # A stage with `epochs` has its number of steps once its rows are read. Only then is the
-        # configuration compared with that of the folder.
-        config = prepared.config if known_steps else continued_on_all(prepared.config)
-        config, remarks = remat.resolved(config, asked)
-        prepared = replace(prepared, notes=[*prepared.notes, *remarks])
-        with RunFolder(config, state_before) as folder, StopSignal() as stop:
-            if is_finished(folder):
-                return 0
-            with (
-                Manifest(folder.path) as manifest,
-                reward_errors(),
-                closing(Timeline(folder.path, config.profile)) as timeline,
-            ):
-                timeline.past("reading the data", prepared.began, prepared.seconds)
-                with build.run(config, prepared, folder, stop, timeline) as open_run:
-                    _run_stages(open_run, prepared, manifest)
+    with (
+        prepared_run(config) as prepared,
+        RunFolder(prepared.config, state_before) as folder,
+        StopSignal() as stop,
+    ):
+        if is_finished(folder):
+            return 0
+        with (
+            Manifest(folder.path) as manifest,
+            reward_errors(),
+            closing(Timeline(folder.path, config.profile)) as timeline,
+            build.run(prepared, folder, stop, timeline) as open_run,
+        ):
+            _run_stages(open_run, prepared, manifest)
     return 0
 
 
@@ -113,8 +99,7 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
         with run.timeline.step(stage.name, step) as span:
             state, metrics = stage.step(state, step)
         metrics |= step_metrics(metrics, span.seconds, run.model.graph.layout)
-        until_reached = is_reached(stage.options.until, metrics)
-        until_reached = held_out.after_step(state, step, metrics, until_reached)
+        until_reached = held_out.after_step(state, step, metrics)
         notes.after_step(metrics, left=0 if until_reached else steps - step)
         ended = until_reached or step == steps
         run.events.step(stage.name, step, metrics)  # a line of events.jsonl
@@ -128,7 +113,6 @@ def _run_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StoppedAt
             break
         if step in new_settings_after:
             run.use(stage, step + 1)
-            held_out.use(stage.config)
 
     state = run.best_state(stage, state, done)
     stage.finish(state, run.folder.write_once)

@@ -3,9 +3,9 @@
     rollout -> _sample_stages -> _sample_stage:
         producer of the stage -> generator -> rewards -> events, samples
 
-The producer of a stage (rl/stages/producers/interface.py) makes the groups, as for a step that trains
-on them. Nothing trains here: there is no optimizer, no critic, no reference model and no checkpoint,
-and the weights stay those of the configuration, version 0.
+The producer of a stage (rl/stages/producers/interface.py) makes the groups, as for a step that
+trains on them. Nothing trains here: there is no optimizer, no critic, no reference model and no
+checkpoint, and the weights stay those of the configuration, version 0.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from rl.stages.context import Progress
 from rl.stages.online import Stage
 from rl.stages.sampling.metrics import generator_flops, sampled_metrics
 from rl.stages.sampling.records import write_samples
-from rl.stages.sampling.unscored import check_scored
 from rl.stages.sharing import sharing_of
 from rl.stages.stage import StageKind
 from rl.training.trainer import RunState
@@ -71,8 +70,8 @@ class LastStep:
             temporary.replace(folder / ROLLOUTS)
         except OSError as error:
             raise ResourceError(
-                f"{folder / ROLLOUTS} cannot be written: {error.strerror}. Make room, then continue "
-                f"with `rl rollout {quoted(folder)}` ({disk_room(folder)})"
+                f"{folder / ROLLOUTS} cannot be written: {error.strerror}. Make room, then "
+                f"continue with `rl rollout {quoted(folder)}` ({disk_room(folder)})"
             ) from None
 
     @classmethod
@@ -111,8 +110,8 @@ def check(config: RunConfig) -> None:
             source = function.options.get("source")
             if function.name == REWARD_MODEL and source in config.stage_names:
                 raise ConfigError(
-                    f"{stage.name}: its reward model is the one of stage {source}, and `rl rollout` "
-                    "trains none; set `source` to the folder of a reward model"
+                    f"{stage.name}: its reward model is the one of stage {source}, and "
+                    "`rl rollout` trains none; set `source` to the folder of a reward model"
                 )
     folder = config.directory
     if (last := LastStep.read(folder)) is None:
@@ -281,9 +280,7 @@ def _sample(run: Run, stage: Stage, step: int) -> dict[str, float]:
     """Takes the groups of a step and writes them. Returns their metrics."""
     with run.resharded() as metrics, run.timeline.span("sampling"):
         rollouts = stage.take_groups()
-    with run.timeline.span("waiting for rewards") as span:
-        scores = rollouts.scores.result()
-    check_scored(stage, scores)
+    scores, waited = stage.wait_for_scores(rollouts)
     if run.config.run.samples.keeps_step(step):
         with run.timeline.span("writing samples"):
             no_advantages = np.full(len(rollouts.trajectories), np.nan)
@@ -301,8 +298,8 @@ def _sample(run: Run, stage: Stage, step: int) -> dict[str, float]:
         | {
             "perf/step_tflop": generator_flops(rollouts, operations) / 1e12,
             "perf/step_tokens": float(rollouts.counts["tokens"]),
-            "time/reward": rollouts.waiting + span.seconds,
         }
+        | waited
     )
 
 
@@ -312,8 +309,8 @@ def _stop_if_asked(run: Run, stage: Stage, step: int, written: bool) -> None:
     request = run.stop.received
     if request and not written:
         raise ResourceError(
-            f"{request}: NOT written (see above) after step {step} of {stage.name}; make room, then "
-            f"continue with `rl rollout {quoted(run.folder.path)}`"
+            f"{request}: NOT written (see above) after step {step} of {stage.name}; make room, "
+            f"then continue with `rl rollout {quoted(run.folder.path)}`"
         )
     is_over = LastStep(stage.index, step, run.progress).is_over(sampling_stages(run.stages))
     if request and not is_over:

@@ -57,13 +57,13 @@ class StepData:
     rollouts: the groups. scores: the scores of each reward function, and their weighted sums.
     rewards: float[P,G], the sums as `advantages` takes them (float[P,G,F], each function, under
     `each_reward`). arguments: keyword arguments of `Algorithm.estimate`, which passes them to
-    `advantages`. stale: whether older weights sampled a token that is trained on. current_policy_batch:
-    the batch with the log-probabilities under the current policy as `old_logp`, if `current_logp`
-    provides them.
+    `advantages`. stale: whether older weights sampled a token that is trained on.
+    current_policy_batch: the batch with the log-probabilities under the current policy as
+    `old_logp`, if `current_logp` provides them.
     trainer_logp: float32[N,T], log-probabilities under the weights before the updates, if a pass of
     the training graph computed them. token_outputs: arrays [N,T] that the updates computed, by
-    name, and `logp_diff`, which is `gap` in tokens.bin. advantages: of each trajectory, the mean over its tokens.
-    flops_before: `total_flops` of the trainer before the step.
+    name, and `logp_diff`, which is `gap` in tokens.bin. advantages: of each trajectory, the mean
+    over its tokens. flops_before: `total_flops` of the trainer before the step.
     """
 
     state: Any

@@ -36,6 +36,7 @@ from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
     from policy.model import Graph
+    from rewards import Scores
     from rl.config.data import DataOptions
     from rl.config.run import RunConfig
     from rl.data.reader import DataReader
@@ -204,6 +205,16 @@ class Stage(StageKind):
             )
         return rollouts
 
+    def wait_for_scores(self, rollouts: Rollouts) -> tuple[Scores, dict[str, float]]:
+        """Waits for the scores of the groups of a step. Returns (scores, metrics of the wait).
+
+        Raises RewardStop after `rewards.unscored_steps` steps in a row without one score.
+        """
+        with self.context.timeline.span("waiting for rewards") as span:
+            scores = rollouts.scores.result()
+        check_scored(self, scores)
+        return scores, {"time/reward": rollouts.waiting + span.seconds}
+
     def _train(self, data: StepData, n: int) -> tuple[RunState, dict[str, float]]:
         """Makes `updates_per_step` updates, each on complete groups, and writes the samples.
 
@@ -274,13 +285,11 @@ class Stage(StageKind):
     def _add_inputs(self, data: StepData) -> None:
         """Adds the inputs from policy, reference and critic, waits for the rewards, and adds the
         inputs from these."""
-        context = self.context
         assert data.rollouts is not None
         self.log_probabilities(data)
-        with context.timeline.span("waiting for rewards") as span:
-            data.scores = scores = data.rollouts.scores.result()
-        data.metrics["time/reward"] = data.rollouts.waiting + span.seconds
-        check_scored(self, scores)
+        scores, waited = self.wait_for_scores(data.rollouts)
+        data.scores = scores
+        data.metrics |= waited
         unscored_N = batches.by_row(data.rollouts, ~np.isfinite(scores.total))
         data.batch = data.batch.without_rows(unscored_N)
         data.rewards = scores.total.reshape(
@@ -306,8 +315,8 @@ class Stage(StageKind):
         """Returns the batch with the old log-probabilities of the ratio.
 
         The algorithm selects them. Under `exact` they are the generator's, but for stale tokens:
-        there an algorithm that takes the trainer's (`old_logp`) gets the ones of the current policy.
-        current: `StepData.current_policy_batch`.
+        there an algorithm that takes the trainer's (`old_logp`) gets the ones of the current
+        policy. current: `StepData.current_policy_batch`.
         """
         if not self.config.generator.exact:
             return batch.replace(old_logp=self.algorithm.select_old_logp(batch))

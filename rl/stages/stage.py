@@ -74,11 +74,11 @@ class Program:
     resident: shapes of the arguments that stay on the devices during the run, such as weights and
         moments; the plan counts them once for all programs
     times: calls per step
-    trip_count: iterations of its loop over micro-batches; computed at run time, so the compiler does
-        not know it
+    trip_count: iterations of its loop over micro-batches; computed at run time, so the compiler
+        does not know it
     micro_rows: rows per iteration; None: all rows in one iteration
-    rollout_memory: whether the generator's resharded weights (`Context.resharded`) are on the devices
-        while it runs
+    rollout_memory: whether the generator's resharded weights (`Context.resharded`) are on the
+        devices while it runs
     teacher: the model whose forward pass it contains
     gradient: bytes per device of an update's float32 gradient
     stepped: bytes per device of the weights and moments that the optimizers of an update change
@@ -191,9 +191,9 @@ class StageKind(ConfiguredStage, ABC):
         return self.examples if rows is None else len(rows)
 
     def steps_of(self, epochs: float) -> int:
-        """Returns the steps that take every example of a pass `epochs` times, rounded up: the last step may
-        begin the next epoch. The result is exact for the decimal number that `epochs` was written
-        as."""
+        """Returns the steps that take every example of a pass `epochs` times, rounded up: the last
+        step may begin the next epoch. The result is exact for the decimal number that `epochs` was
+        written as."""
         return ceil(Fraction(str(epochs)) * self.examples_of_pass / self.options.prompts_per_step)
 
     def prompts(self) -> list:
@@ -288,9 +288,9 @@ class StageKind(ConfiguredStage, ABC):
         return self.trainer.start(context.model.params, self.config.seed + self.index)
 
     def restore_curriculum(self, producer: dict[str, Any]) -> None:
-        """Gives the curriculum its state in a checkpoint (`producer_state`). A run that goes on calls
-        it before a model is built. Raises DataError if the state does not fit the rows of the
-        data."""
+        """Gives the curriculum its state in a checkpoint (`producer_state`). A run that goes on
+        calls it before a model is built. Raises DataError if the state does not fit the rows of
+        the data."""
         if self.curriculum is not None:
             self.curriculum.restore(producer.get("curriculum", {}))
 
@@ -361,8 +361,8 @@ class StageKind(ConfiguredStage, ABC):
         )
 
     def evaluation(self, problems: list) -> Evaluation | None:
-        """Returns the evaluation of the policy on these problems, or None if the run has none or the
-        stage does not change the policy."""
+        """Returns the evaluation of the policy on these problems, or None if the run has none or
+        the stage does not change the policy."""
         options = self.config.evaluation
         if options is None or not self.trains_policy:
             return None
@@ -481,8 +481,8 @@ class StageKind(ConfiguredStage, ABC):
         )
 
     def data_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the rows that a step took, and of the passes over the data; {} where
-        the stage has drawn none."""
+        """Returns the metrics of the rows that a step took, and of the passes over the data; {}
+        where the stage has drawn none."""
         drawn = self.context.progress.examples_drawn
         if not drawn:
             return {}

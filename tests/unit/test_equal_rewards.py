@@ -66,6 +66,7 @@ def test_solved_problems_are_no_reason_for_a_note_unless_the_reward_never_differ
         "stages.1.algorithm={name: ppo}",  # with a critic
         "stages.1.algorithm={name: remax}",  # with a greedy completion
         "stages.1.algorithm={name: raft}",  # trains on the best one of any group
+        "stages.1.algorithm={name: rloo, kl_reward_coef: 0.1}",  # its penalties differ in a group
     ],
 )
 def test_an_algorithm_that_learns_from_equal_groups_gets_no_note(override):

@@ -174,7 +174,7 @@ def test_resharding_for_an_evaluation_is_no_part_of_the_step():
         timeline=SimpleNamespace(span=lambda *place, **details: nullcontext()),
     )
     metrics = {"time/step": 4.0, "time/sync": 0.25}
-    assert not HeldOutMetrics(run, stage).after_step(None, 1, metrics, until_reached=False)
+    assert not HeldOutMetrics(run, stage).after_step(None, 1, metrics)
     assert metrics == {
         "time/step": 4.0,
         "time/sync": 0.25,

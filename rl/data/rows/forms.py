@@ -169,9 +169,8 @@ def _conversation(
         raise ValueError(f"`{name}` holds an answer only")
     messages = _with_system(said, options)
     if demonstrations and not answered:
-        raise ValueError(
-            f"the last of `{name}` must be the assistant's, to learn from; {_role_of(said[-1]['role'])}"
-        )
+        role = _role_of(said[-1]["role"])
+        raise ValueError(f"the last of `{name}` must be the assistant's, to learn from; {role}")
     prompt, full = (messages[:-1], messages) if answered else (messages, None)
     return Example(prompt, messages=full, columns=columns, where=where)
 

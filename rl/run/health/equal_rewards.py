@@ -15,6 +15,7 @@ import numpy as np
 from rewards.text import quoted
 from rewards.workers.rounding import all_equal
 from rl.records.equal_groups import EQUAL_SHARE
+from rl.stages.sampling.checks import compares_groups
 from rl.stages.stage import StageKind
 
 RECENT = 10
@@ -38,7 +39,7 @@ class EqualRewards:
         """
         self._one_reward = fresh  # so far
         self._stage = stage
-        self._watches = stage.trains_on_rollouts and _learns_from_differences(stage)
+        self._watches = stage.trains_on_rollouts and compares_groups(stage)
         self._correct_at = stage.config.evaluation.correct_at if stage.config.evaluation else 1.0
         self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT)
 
@@ -83,17 +84,3 @@ class EqualRewards:
             f"{easier}, a finer reward, more {key}.samples_per_prompt (now "
             f"{stage.options.samples_per_prompt}){dynamic}"
         )
-
-
-def _learns_from_differences(stage: StageKind) -> bool:
-    """Whether completions of a group with equal rewards have no advantage."""
-    G = stage.options.samples_per_prompt
-    if G == 1:
-        return False
-    try:
-        advantages_PG = stage.algorithm.advantages(
-            np.repeat([[1.0], [0.0]], G, axis=1), np.ones((2, G), int)
-        )
-    except (AttributeError, TypeError, ValueError):  # it needs a critic or greedy completions
-        return False
-    return not np.any(advantages_PG)

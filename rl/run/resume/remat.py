@@ -1,5 +1,5 @@
-"""Chooses the policy of `model.remat: auto` from the memory of a device and an estimate of what a run
-needs there. Nothing is compiled.
+"""Chooses the policy of `model.remat: auto` from the memory of a device and an estimate of what a
+run needs there. Nothing is compiled.
 
 Resident bytes (weights, moments, references, the generator's cache) follow from shapes and
 sharding. Activations of a micro-batch are estimated by rl/accounting/activations.py. The first

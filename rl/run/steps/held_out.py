@@ -1,16 +1,18 @@
-"""Metrics on data that a stage does not train on: those of the policy on the problems of an evaluation
-(`evaluation`), and the loss of the stage on held-out rows (`held_out`)."""
+"""Metrics on data that a stage does not train on: those of the policy on the problems of an
+evaluation (`evaluation`), and the loss of the stage on held-out rows (`held_out`)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from rl.config.run import RunConfig
 from rl.run.state import Run
 from rl.run.steps.until import is_reached
 from rl.stages.held_out.loss import HeldOutLoss
 from rl.stages.sampling.evaluation import Evaluation
 from rl.stages.stage import StageKind
+
+if TYPE_CHECKING:
+    from rl.run.state import StageState
 
 
 class HeldOutMetrics:
@@ -20,16 +22,10 @@ class HeldOutMetrics:
         """Computes nothing yet. The stage has started in the run."""
         self._run = run
         self._stage = stage
-        self._evaluation = stage.evaluation(run.evaluation_problems)
-        both = (self._evaluation, HeldOutLoss.of(stage))
+        both = (stage.evaluation(run.evaluation_problems), HeldOutLoss.of(stage))
         self._kinds = [each for each in both if each is not None]
 
-    def use(self, config: RunConfig) -> None:
-        """Takes the settings of the next steps from this configuration."""
-        if self._evaluation is not None and config.evaluation is not None:
-            self._evaluation.options = config.evaluation
-
-    def before_first_step(self, state: Any) -> None:
+    def before_first_step(self, state: StageState) -> None:
         """Writes the metrics of both kinds to the events, as step 0; nothing if the stage has
         none."""
         metrics: dict[str, float] = {}
@@ -38,16 +34,16 @@ class HeldOutMetrics:
         if metrics:
             self._run.events.step(self._stage.name, 0, metrics)
 
-    def after_step(
-        self, state: Any, step: int, metrics: dict[str, float], until_reached: bool
-    ) -> bool:
-        """Adds to the metrics of a step the held-out metrics that are due after it. Returns whether
-        `until` ends the stage here: a held-out metric may reach its bound.
+    def after_step(self, state: StageState, step: int, metrics: dict[str, float]) -> bool:
+        """Adds to the metrics of a step the held-out metrics that are due after it. Both kinds are
+        due where the stage ends.
 
-        until_reached: whether the metrics of the step reach the bound. Both kinds are due where the
-        stage ends.
+        Returns whether `until` ends the stage here: a metric of the step or a held-out one reaches
+        its bound.
         """
         options = self._stage.options
+        until_reached = is_reached(options.until, metrics)
+        self._take_settings()
         left = self._kinds
         # `options.steps` is the count in force at this step, not that of a later extension: a
         # resumed run evaluates after the same steps as a fresh one.
@@ -62,8 +58,20 @@ class HeldOutMetrics:
             until_reached = until_reached or is_reached(options.until, metrics)
         return until_reached
 
+    def _take_settings(self) -> None:
+        """Gives the evaluation the settings that hold now: a run that goes on may change them."""
+        for kind in self._kinds:
+            if isinstance(kind, Evaluation):
+                options = self._stage.config.evaluation
+                assert options is not None
+                kind.options = options
+
     def _add(
-        self, kind: Evaluation | HeldOutLoss, state: Any, step: int, metrics: dict[str, float]
+        self,
+        kind: Evaluation | HeldOutLoss,
+        state: StageState,
+        step: int,
+        metrics: dict[str, float],
     ) -> None:
         """Adds the metrics of one kind after a step."""
         if isinstance(kind, HeldOutLoss):

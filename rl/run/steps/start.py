@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 from rl.config import files
+from rl.config.run import RunConfig
 from rl.records.manifest import Manifest, devices
 from rl.run.compilation import compile_generator
 from rl.run.health import probe
-from rl.run.prepare import Prepared
+from rl.run.prepare import Prepared, prepare, with_date
+from rl.run.resume import remat
+from rl.run.resume.continued import continued_on_all, has_known_steps, with_saved_remat
 from rl.run.state import Run
 from rl.stages.stage import StageKind
 
 
+@contextmanager
+def prepared_run(config: RunConfig) -> Iterator[Prepared]:
+    """Reads the data of a run. The configuration of the result has all that the run decides at its
+    first start: the date of prompts, the steps of `epochs`, and the policy of `model.remat: auto`.
+
+    Raises what `prepare` and `continued` raise. Ends the workers of rewards at the end.
+    """
+    asked_remat = config.model.remat
+    config = continued_on_all(with_saved_remat(with_date(config)))
+    with closing(prepare(config)) as prepared:
+        # A stage with `epochs` has its number of steps once its rows are read. Only then is the
+        # configuration compared with that of the folder.
+        known_steps = has_known_steps(config)
+        config = prepared.config if known_steps else continued_on_all(prepared.config)
+        config, remarks = remat.resolved(config, asked_remat)
+        yield replace(prepared, config=config, notes=[*prepared.notes, *remarks])
+
+
 def start_run(run: Run, prepared: Prepared, manifest: Manifest) -> None:
     """Notes what the configuration and the data give rise to, and writes facts about the run into
-    run.json."""
+    run.json and the timeline."""
+    run.timeline.past("reading the data", prepared.began, prepared.seconds)
     for note in prepared.notes:
         run.events.note(note)
     run.note_inspection(prepared.faults)

@@ -16,8 +16,8 @@ class ExampleOrder:
     """A shuffled order of the examples of a stage, pass after pass.
 
     rows: the rows of its data. examples: number of examples; each row makes equally many, with
-    consecutive indices. seed: seed of the order. chosen: order of the rows that a curriculum chooses
-    from; None: all rows.
+    consecutive indices. seed: seed of the order. chosen: order of the rows that a curriculum
+    chooses from; None: all rows.
     """
 
     rows: Shard
@@ -26,8 +26,8 @@ class ExampleOrder:
     chosen: RowOrder | None = None
 
     def take(self, numbers: range) -> list[int]:
-        """Returns the indices in the data of the examples at these places of the order, counted from
-        0.
+        """Returns the indices in the data of the examples at these places of the order, which are
+        counted from 0.
 
         Without a curriculum a stage takes its examples in this order. A curriculum may take others.
         """

@@ -95,8 +95,8 @@ class PassRate(Curriculum):
     """Draws the rows between two pass rates, in the order that they have without a curriculum."""
 
     def __init__(self, candidates: Candidates, **options: Any):
-        """Raises ValueError for options that cannot be used, DataError for pass rates that cannot be
-        read, and if no row is left."""
+        """Raises ValueError for options that cannot be used, DataError for pass rates that cannot
+        be read, and if no row is left."""
         self._options = PassRateOptions(**options)
         self._options.check_files()
         self._rates = (
@@ -124,9 +124,9 @@ class PassRate(Curriculum):
         self._drawn = state.get("drawn", 0)
         if state and state["rows_sha256"] != self._digest():
             raise DataError(
-                "curriculum pass_rate: other rows stay than at the start of the stage. It cannot go "
-                "on with changed rows or pass rates, also with run.changed_data=allow; restore them, "
-                "or start a new run in another run.dir"
+                "curriculum pass_rate: other rows stay than at the start of the stage. It cannot "
+                "go on with changed rows or pass rates, also with run.changed_data=allow; restore "
+                "them, or start a new run in another run.dir"
             )
 
     def histogram(self) -> Histogram:
@@ -166,8 +166,8 @@ class PassRate(Curriculum):
             f". {self._options.rollouts} sampled with dynamic_batches ({', '.join(algorithms)}), "
             "which drops groups of prompts that are always or never solved: such rows have no pass "
             "rate and are kept. Take the rates from `rl rollout` with "
-            "stages.N.algorithm.dynamic_batches=0, or set missing: leave_out, which also leaves out "
-            "prompts that were never sampled"
+            "stages.N.algorithm.dynamic_batches=0, or set missing: leave_out, which also leaves "
+            "out prompts that were never sampled"
         )
 
     def _digest(self) -> str:

@@ -134,9 +134,9 @@ class Recorded(Producer):
             )
         if stage.samples_for_inputs:
             yield Fault(
-                f"{stage.options.algorithm.name} samples greedy completions of the prompts as well, "
-                "and samples lack the long columns that their rewards may need; leave out rollouts, "
-                "or use another algorithm",
+                f"{stage.options.algorithm.name} samples greedy completions of the prompts as "
+                "well, and samples lack the long columns that their rewards may need; leave out "
+                "rollouts, or use another algorithm",
                 key=key,
             )
         if stage.options.router_replay:
@@ -158,8 +158,9 @@ class Recorded(Producer):
             )
 
     def check_files(self) -> None:
-        """Raises DataError unless the folder has the groups of every step, and unless the samples of
-        the first step have no pictures, the rewards of this stage and the tokens of its tokenizer.
+        """Raises DataError unless the folder has the groups of every step, and unless the samples
+        of the first step have no pictures, the rewards of this stage and the tokens of its
+        tokenizer.
         """
         if not self._folder.is_dir():
             self._refuse("no such folder")
@@ -264,8 +265,8 @@ class Recorded(Producer):
         if lengths != [options.samples_per_prompt] * options.prompts_per_step:
             sizes = " or ".join(map(str, sorted(set(lengths))))
             self._refuse(
-                f"step {step} of {self._stage.name} has {len(lengths)} prompts with {sizes} samples "
-                f"there, and the stage takes {options.prompts_per_step} x "
+                f"step {step} of {self._stage.name} has {len(lengths)} prompts with {sizes} "
+                f"samples there, and the stage takes {options.prompts_per_step} x "
                 f"{options.samples_per_prompt} (prompts_per_step, samples_per_prompt); set them as "
                 "in the earlier run"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def faults(stage: StageKind) -> Iterator[Fault]:
             key=(*stage.path, "rewards"),
         )
     if options.samples_per_prompt == 1 and (
-        stage.algorithm.dynamic_batches or _compares_groups(stage.algorithm)
+        stage.algorithm.dynamic_batches or compares_groups(stage)
     ):
         yield Fault(
             f"{name} compares the completions of a prompt, and a single one teaches nothing; "
@@ -46,15 +46,19 @@ def faults(stage: StageKind) -> Iterator[Fault]:
         )
 
 
-def _compares_groups(algorithm: Any) -> bool:
-    """Tells whether the advantage of the only completion of a prompt is 0."""
-    rewards_PG = np.array([[1.0], [0.0]])
-    ones_PG = np.ones((2, 1), int)
-    known = {"token_kl": np.zeros((2, 1, 1)), "mask": np.ones((2, 1, 1))}
+def compares_groups(stage: StageKind) -> bool:
+    """Whether the algorithm learns from differences within groups alone: completions of a group
+    with equal rewards have no advantage, and so has the only completion of a prompt."""
+    algorithm = stage.algorithm
+    G = stage.options.samples_per_prompt
+    shape = (2, G, 1)
+    # A penalty in the rewards differs between completions.
+    known = {"token_kl": np.arange(2.0 * G).reshape(shape), "mask": np.ones(shape)}
+    rewards_PG = np.repeat([[1.0], [0.0]], G, axis=1)
     try:
         takes = inspect.signature(algorithm.advantages).parameters
         arguments = {name: value for name, value in known.items() if name in takes}
-        advantages = algorithm.advantages(rewards_PG, ones_PG, **arguments)
+        advantages = algorithm.advantages(rewards_PG, np.ones((2, G), int), **arguments)
     except (AttributeError, TypeError, ValueError):  # it needs a critic or greedy completions
         return False
     return not np.any(advantages)

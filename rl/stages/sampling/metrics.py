@@ -88,8 +88,8 @@ def group_metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[
 def generator_flops(rollouts: Rollouts, operations: Operations) -> float:
     """Returns the FLOPs of the generator for these trajectories; 0 where none was called.
 
-    Groups that dynamic sampling left out are counted by their tokens only; their attention FLOPs are
-    left out.
+    Groups that dynamic sampling left out are counted by their tokens only, without the FLOPs of
+    their attention.
     """
     counts = rollouts.counts
     if counts is None:

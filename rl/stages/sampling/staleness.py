@@ -1,8 +1,8 @@
 """How far the weights that drew the tokens of a step are from the current ones, in updates and in
 log-probabilities.
 
-`version` is that of the current weights. None: the versions of the batch count the updates of another
-run, so that no token is known to be of the current weights, and all are stale.
+`version` is that of the current weights. None: the versions of the batch count the updates of
+another run, so that no token is known to be of the current weights, and all are stale.
 
 N rows, T tokens.
 """
