@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from policy.mesh import processes
 from rewards.text import quoted
@@ -33,10 +33,7 @@ from rl.stages.sharing import describe
 from rl.stages.stage import StageKind
 
 if TYPE_CHECKING:
-    from rl.training.reward_model import RewardModelState
-    from rl.training.trainer import RunState
-
-    StageState: TypeAlias = RunState | RewardModelState
+    from rl.stages.stage import StageState
 
 _FINISHED = """\
 {0} is finished: its final weights are in {0}/export. Choose another `run.dir` to run again;
@@ -107,7 +104,7 @@ class Run(Context):
             )
         return [(stage, None) for stage in self.stages]
 
-    def start(self, stage: StageKind, checkpoint: dict | None) -> Any:
+    def start(self, stage: StageKind, checkpoint: dict | None) -> StageState:
         """Returns the state of a stage: a new one, or the restored one of the checkpoint with this
         host.json."""
         self._identify_teacher(stage, checkpoint)
@@ -232,7 +229,7 @@ class Run(Context):
             )
         return not (ended and stage.index == len(stages) - 1)
 
-    def best_state(self, stage: StageKind, state: StageState, step: int) -> Any:
+    def best_state(self, stage: StageKind, state: StageState, step: int) -> StageState:
         """Returns the state that the run goes on with after the last step of a stage: that of its
         best step, if the stage has `best` with `take: best`. The arrays of `state` are then gone.
         """

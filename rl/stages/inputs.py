@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rl.accounting.flops import rates
 from rl.accounting.program_names import ProgramName
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from policy.cache.media import MediaTable
     from rewards import Scores
     from rl.training.media.tables import StepTable
+    from rl.training.trainer import RunState
     from rl.training.weights import Weights
     from rollout.collect import Rollouts
 
@@ -66,7 +68,7 @@ class StepData:
     over its tokens. flops_before: `total_flops` of the trainer before the step.
     """
 
-    state: Any
+    state: RunState
     batch: Any = None
     table: StepTable | None = None
     rollouts: Rollouts | None = None
@@ -168,7 +170,7 @@ def run_model_passes(stage: StageKind, data: StepData) -> None:
         )
 
 
-def programs(stage: StageKind, state: Any, routes: dict | None) -> Iterator[Program]:
+def programs(stage: StageKind, state: RunState, routes: dict | None) -> Iterator[Program]:
     """Yields the programs that the providers call, over all sequences of a step."""
     from rl.training.weights import Weights
 
@@ -302,13 +304,12 @@ def current_logp(stage: StageKind, data: StepData) -> None:
 def ref_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities under the reference model. It is another model, so its routers choose
     experts themselves."""
+    reference = data.state.reference
+    assert reference is not None  # the input is declared with it
+    tables = stage.context.tables
     with stage.context.timeline.span("log-probabilities of the reference") as span:
-        table = stage.context.tables and stage.context.tables.with_weights(
-            data.state.reference, data.table
-        )
-        logp = stage.trainer.logprobs(data.state.reference, data.batch.replace(routes=None), table)[
-            0
-        ]
+        table = tables and tables.with_weights(reference, data.table)
+        logp, _ = stage.trainer.logprobs(reference, data.batch.replace(routes=None), table)
     data.batch = data.batch.replace(ref_logp=logp)
     data.metrics["time/ref"] = span.seconds
 
@@ -340,7 +341,9 @@ def values(stage: StageKind, data: StepData) -> None:
     data.batch = data.batch.replace(old_values=before, last_values=last)
 
 
-def values_at_the_end(after_NT: np.ndarray, mask_NT: np.ndarray, truncated_N: Any) -> np.ndarray:
+def values_at_the_end(
+    after_NT: np.ndarray, mask_NT: np.ndarray, truncated_N: ArrayLike
+) -> np.ndarray:
     """Returns float[N]: the value after the last token of the mask if the completion was truncated,
     else 0.
 

@@ -52,7 +52,7 @@ NOTED_OVERFLOW = 0.1
 run says so."""
 
 
-class Stage(StageKind):
+class Stage(StageKind["RunState"]):
     """Updates the policy, and a critic if the algorithm has one, on the groups of a producer: new
     completions of the policy, or recorded ones of an earlier run."""
 
@@ -186,7 +186,9 @@ class Stage(StageKind):
         if self.sampled_values and context.generator.options.record_values:
             from policy.modes import VALUE_HEAD
 
-            context.generator.set_value_head(data.state.critic.params[VALUE_HEAD])
+            critic = data.state.critic
+            assert critic is not None  # `sampled_values` are of one
+            context.generator.set_value_head(critic.params[VALUE_HEAD])
         weights = context.resharded() if self.calls_generator else nullcontext({})
         with weights as metrics, context.timeline.span("sampling"):
             data.rollouts = self.take_groups()

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl.data.tokenizer import write_tokenizer
 from rl.errors import Fault
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from rl.training.batch import Batch
     from rl.training.media.tables import ExpandedAt
     from rl.training.reward_model import RewardModelState
+    from rl.training.updater import ParamState
 
 
-class Stage(StageKind):
+class Stage(StageKind["RewardModelState"]):
     """Updates a copy of the policy with a score head."""
 
     trains_policy = False
@@ -66,7 +67,7 @@ class Stage(StageKind):
         self.trainer.row_length = self.row_length
         self.trainer.sharing = sharing_of(self, graph)
 
-    def learner(self, state: RewardModelState) -> Any:
+    def learner(self, state: RewardModelState) -> ParamState:
         return state.reward_model
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
@@ -89,7 +90,7 @@ class Stage(StageKind):
         }
 
     def finish(
-        self, state: RewardModelState, write: Callable[[Path, Callable[[Path], None]], Any]
+        self, state: RewardModelState, write: Callable[[Path, Callable[[Path], None]], None]
     ) -> None:
         with self.context.timeline.span("export", stage=self.name):
             write(reward_model_of(self.config, self.name), partial(self._write, state))

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from policy.config import Runtime
 from policy.fields.config_fields import UnsupportedModel
@@ -24,11 +24,13 @@ from rl.errors import ConfigError, ModelError, ResourceError
 if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
     from policy.model import Graph
+    from rl.algorithms._protocols import TeacherLoss
     from rl.records.timeline import Timeline
     from rl.training.media.tables import StepTable
     from rl.training.packing.trees import Sharing
     from rl.training.reward_model import RewardModelScorer
     from rl.training.teacher import Teacher
+    from rl.training.trainer import Trainer
     from rollout.media.expand import Expanded
 
 
@@ -121,7 +123,7 @@ def abstract_scorers(
 
 
 def abstract_teacher(
-    config: RunConfig, options: TeacherOptions | None, algorithm: Any, mesh: Layout
+    config: RunConfig, options: TeacherOptions | None, algorithm: TeacherLoss, mesh: Layout
 ) -> Teacher | None:
     """Returns the teacher on the mesh of the run, without weights; None: without options.
 
@@ -162,7 +164,7 @@ def abstract_teacher(
 
 
 def load_teacher(
-    options: TeacherOptions | None, trainer: Any, span: Callable[[str], AbstractContextManager]
+    options: TeacherOptions | None, trainer: Trainer, span: Callable[[str], AbstractContextManager]
 ) -> None:
     """Reads the weights of the teacher of a trainer, in a span of the timeline; without options it
     does nothing.
@@ -171,6 +173,7 @@ def load_teacher(
     """
     if options is None:
         return
+    assert trainer.teacher is not None  # made from the same options
     if options.source is not None:
         teachers.directory_of(options, weights=True)  # downloads those of the hub
     with span("loading the teacher"):

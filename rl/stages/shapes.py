@@ -21,8 +21,9 @@ from rl.training.packing.row_shapes import Sizes, choose_shape
 if TYPE_CHECKING:
     import jax
 
+    from rl.stages.stage import StageState
     from rl.training.batch import Batch
-    from rl.training.updater import UpdateCall
+    from rl.training.updater import ParamState, UpdateCall
     from rl.training.weights import WeightGroup
 
 
@@ -80,7 +81,7 @@ def update_notes(stage: StageKind, call: UpdateCall | None = None) -> tuple[str,
 
 
 def update_programs(
-    stage: StageKind, state: Any, batch: Batch, times: float, **options: Any
+    stage: StageKind, state: StageState, batch: Batch, times: float, **options: Any
 ) -> Iterator[Program]:
     """Yields the Programs of an update, as `Trainer.update_calls` lists them.
 
@@ -161,7 +162,7 @@ def _with_gradient(call: UpdateCall, group: WeightGroup) -> dict[str, jax.ShapeD
 
 
 def held_out_program(
-    stage: StageKind, state: Any, batch: Batch, resident: Any
+    stage: StageKind, state: StageState, batch: Batch, resident: ParamState
 ) -> Iterator[Program]:
     """Yields the Program of the loss on held-out rows, if the stage has such rows.
 

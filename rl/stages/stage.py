@@ -2,9 +2,9 @@
 
 A stage goes through five phases. Their main methods:
 
-    check, remarks             configuration: what is wrong with it, and settings without an effect;
-                               reads no data, does not import jax
-    prepare                    data: reads rows, makes the runner of rewards
+    check, remarks             configuration (rl/stages/configured.py): what is wrong with it, and
+                               settings without an effect; reads no data, does not import jax
+    prepare                    data (rl/stages/rows.py): reads rows, makes the runner of rewards
     bind, abstract, programs   model: defines the functions to compile; lists them for a plan
     load_scorers, start, use, step, evaluation, producer_state
                                run: a state, one step after the other, and the part of a checkpoint
@@ -19,26 +19,19 @@ sums the gradients of micro-batches.
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import cached_property, partial
-from math import ceil
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
 from rl.accounting.flops import rates
-from rl.config.data import datasets_of
-from rl.stages.configured import ConfiguredStage
-from rl.stages.curriculum import named
-from rl.stages.curriculum.example_order import ExampleOrder
-from rl.stages.curriculum.interface import Candidates, Curriculum
 from rl.stages.export.policy import write_policy
-from rl.stages.sampling import by_source
+from rl.stages.rows import StageWithRows
 from rl.stages.sampling.evaluation import Evaluation
 from rl.stages.sampling.params import sampling_params
 from rl.stages.sampling.records import write_samples
@@ -50,17 +43,24 @@ if TYPE_CHECKING:
     from policy.model import Graph
     from policy.programs.compiled_cache import CompiledCache
     from rewards import Scores
-    from rl.config.data import DataOptions
     from rl.config.run import RunConfig
     from rl.config.stage import StageOptions
     from rl.data.reader import DataReader
-    from rl.data.shard import Shard
     from rl.stages.context import Context
     from rl.training.batch import Batch
     from rl.training.media.tables import ExpandedAt, StepTable
     from rl.training.packing.trees import Sharing
-    from rl.training.reward_model import RewardModelScorer
+    from rl.training.reward_model import RewardModelScorer, RewardModelState
+    from rl.training.trainer import RunState
+    from rl.training.updater import ParamState
     from rollout import SamplingParams
+
+    StageState: TypeAlias = RunState | RewardModelState
+
+
+State = TypeVar("State", bound="StageState")
+"""The arrays of a kind of stage: a RunState, or the RewardModelState of one that trains a reward
+model."""
 
 
 @dataclass(frozen=True)
@@ -102,74 +102,27 @@ class Program:
     notes: tuple[str, ...] = ()
 
 
-class StageKind(ConfiguredStage, ABC):
+class StageKind(StageWithRows, Generic[State]):
     """The base class of the kinds of stages: one subclass a kind (rl/stages/*.py:Stage). An
     instance is one stage of a run."""
-
-    context: Context
-    rows: Shard
-    """The rows of its data."""
-    held_out_rows: Shard | None = None
-    """The rows of `held_out`, on which the loss of the stage is measured."""
-    curriculum: Curriculum | None = None
-    """What chooses the rows of each step; None: all of them, in shuffled order."""
-    is_over: bool = False
-    """Whether the run goes on after the last step of the stage, which then takes no more rows.
-    `stages_of_run` (rl/run/resume/continued.py) sets it, from the checkpoints of the run."""
 
     def __init__(self, config: RunConfig, index: int):
         super().__init__(config, index)
         # rewards.Runner, which calls the reward functions; None: nothing is rewarded.
         self.runner: Any = None
-        # Indices in the data of the examples of the current step.
-        self.example_numbers: list[int] = []
         # Reward models, by their names in the rewards.
         self.scorers: dict[str, RewardModelScorer] = {}
         self.trainer: Any = None
         # Of pictures and sounds, in a plan of a run with them.
         self.table_shapes: MediaTable | None = None
 
-    # Data.
-
-    @abstractmethod
-    def prepare(self, reader: DataReader) -> None:
-        """Reads the rows of the stage. Raises ConfigError or DataError."""
-
-    def read(self, reader: DataReader, source: DataOptions, held_out: bool = False) -> Shard:
-        """Reads the rows of a dataset in the form of this stage. held_out: they are not trained
-        on."""
-        raise NotImplementedError(f"{self.name} has no rows with answers")
-
-    def read_rows(self, reader: DataReader) -> None:
-        """Reads the rows of the stage, and those that its loss is measured on."""
-        from rl.data.shard import joined  # imports jax
-
-        self.rows = joined([self.read(reader, each) for each in self.datasets], self.datasets)
-        options = self.options.curriculum
-        if options is not None and not (self.is_over and self.options.epochs is None):
-            self.curriculum = named.create(options, Candidates(self.rows, self.draw_seed))
-        self.read_held_out(reader)
-
-    def read_held_out(self, reader: DataReader) -> None:
-        """Reads the rows of `held_out`, if the stage has such rows."""
-        from rl.data.shard import joined  # imports jax
-
-        if self.options.held_out is not None:
-            sources = datasets_of(self.options.held_out.data)
-            shards = [self.read(reader, each, held_out=True) for each in sources]
-            self.held_out_rows = joined(shards, sources)
-
-    def held_out_examples(self, numbers: Sequence[int]) -> list[Any]:
-        """Returns the held-out rows with these numbers of all processes, in the form of
-        `to_batch`."""
-        assert self.held_out_rows is not None
-        return self.held_out_rows.take(numbers)
+    # Batches of rows.
 
     def to_batch(self, rows: Sequence[Any]) -> tuple[Batch, ExpandedAt]:
         """Returns (a batch with these rows of data, the pictures and sounds of its sequences)."""
         raise NotImplementedError(f"{self.name} makes its batches from completions")
 
-    def with_inputs(self, state: Any, batch: Batch, table: StepTable | None) -> Batch:
+    def with_inputs(self, state: State, batch: Batch, table: StepTable | None) -> Batch:
         """Returns a batch of `to_batch` with the inputs of the algorithm. table: rows of pictures
         and sounds; None without them."""
         return batch
@@ -178,27 +131,7 @@ class StageKind(ConfiguredStage, ABC):
         """Returns a batch of `to_batch` with the sequences that the loss counts."""
         return batch
 
-    @property
-    def examples(self) -> int:
-        """Returns how many examples of all processes make a pass over the data (an epoch)."""
-        return self.rows.total
-
-    @property
-    def examples_of_pass(self) -> int:
-        """Returns how many of the examples make a pass: with a curriculum, those that it chooses
-        from."""
-        rows = None if self.curriculum is None else self.curriculum.rows
-        return self.examples if rows is None else len(rows)
-
-    def steps_of(self, epochs: float) -> int:
-        """Returns the steps that take every example of a pass `epochs` times, rounded up: the last
-        step may begin the next epoch. The result is exact for the decimal number that `epochs` was
-        written as."""
-        return ceil(Fraction(str(epochs)) * self.examples_of_pass / self.options.prompts_per_step)
-
-    def prompts(self) -> list:
-        """Returns the problems of this process, which the generator completes."""
-        return []
+    # Rewards.
 
     def prepare_rewards(self, reader: DataReader, prompts: list) -> None:
         """Makes the reward runner if the stage scores completions, or evaluates. prompts: those of
@@ -216,7 +149,7 @@ class StageKind(ConfiguredStage, ABC):
         """Makes the trainer of the stage for this model. Its functions compile at their first
         call."""
 
-    def abstract(self) -> Any:
+    def abstract(self) -> State:
         """Returns the shapes and shardings of the state, as the template of a restored checkpoint.
 
         `policy.params` are the weights of the policy in every state.
@@ -272,7 +205,7 @@ class StageKind(ConfiguredStage, ABC):
         self.config = config
         self.options = options
 
-    def start(self, context: Context, restored: Any = None) -> Any:
+    def start(self, context: Context, restored: State | None = None) -> State:
         """Returns the state before the first step, or `restored`, the arrays of a checkpoint, after
         `restore_curriculum`."""
         self.context = context
@@ -286,13 +219,6 @@ class StageKind(ConfiguredStage, ABC):
         context.progress.start_stage(self.algorithm.adaptive_coefs)
         self.restore_curriculum({})
         return self.trainer.start(context.model.params, self.config.seed + self.index)
-
-    def restore_curriculum(self, producer: dict[str, Any]) -> None:
-        """Gives the curriculum its state in a checkpoint (`producer_state`). A run that goes on
-        calls it before a model is built. Raises DataError if the state does not fit the rows of
-        the data."""
-        if self.curriculum is not None:
-            self.curriculum.restore(producer.get("curriculum", {}))
 
     def check_groups(self) -> None:
         """Raises DataError for files that a step cannot take its groups from."""
@@ -320,7 +246,7 @@ class StageKind(ConfiguredStage, ABC):
                 )
 
     @abstractmethod
-    def step(self, state: Any, n: int) -> tuple[Any, dict[str, float]]:
+    def step(self, state: State, n: int) -> tuple[State, dict[str, float]]:
         """Makes step `n`, counted from 1. Returns the new state and the metrics of the step,
         numbers only."""
 
@@ -377,45 +303,9 @@ class StageKind(ConfiguredStage, ABC):
         if self.config.run.samples.every:
             write_samples(self.context.events, self.name, step, rollouts, scores)
 
-    @property
-    def draw_seed(self) -> int:
-        """Returns the seed of the order of the rows."""
-        return self.config.seed * 1000 + self.index
-
-    @cached_property
-    def example_order(self) -> ExampleOrder:
-        """The order of the examples that the stage takes one after the other."""
-        chosen = None
-        if self.curriculum is not None:
-            chosen = Candidates(self.rows, self.draw_seed).among(self.curriculum.rows)
-        return ExampleOrder(self.rows, self.examples, self.draw_seed, chosen)
-
-    def draw_examples(self, count: int | None = None) -> list[int]:
-        """Draws the next `count` examples, in shuffled order or by the curriculum, and counts them
-        as drawn. None: `prompts_per_step`.
-
-        Returns their indices in the data.
-        """
-        progress = self.context.progress
-        count = self.options.prompts_per_step if count is None else count
-        start = progress.examples_drawn
-        progress.examples_drawn += count
-        if self.curriculum is None:
-            drawn = self.example_order.take(range(start, start + 2 * count))
-        else:
-            assert self.options.curriculum is not None
-            name = self.options.curriculum.name
-            drawn = named.chosen(self.curriculum, name, count, self.examples)
-        self.example_numbers = drawn[:count]
-        if self.context.tables is not None:
-            # Without a curriculum `drawn` has the examples of the next step too: their pictures are
-            # read while this step is computed.
-            self.context.tables.prefetch(self.rows.held(self.example_order.rows_of(drawn)))
-        return self.example_numbers
-
     def update(
-        self, state: Any, batch: Batch, step: int, table: StepTable | None = None, **options: Any
-    ) -> tuple[Any, dict[str, float]]:
+        self, state: State, batch: Batch, step: int, table: StepTable | None = None, **options: Any
+    ) -> tuple[State, dict[str, float]]:
         """Makes the `updates_per_step` updates of a step, counted from 1, each on a mini-batch of
         equally many rows. `options`: for `Trainer.update`. table: rows of pictures and sounds;
         None without them.
@@ -480,25 +370,14 @@ class StageKind(ConfiguredStage, ABC):
             | rates("train", flops, batch.filled_tokens, span.seconds, layout)
         )
 
-    def data_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the rows that a step took, and of the passes over the data; {}
-        where the stage has drawn none."""
-        drawn = self.context.progress.examples_drawn
-        if not drawn:
-            return {}
-        metrics = {"data/epoch": drawn / self.examples_of_pass} | self.example_order.epochs(drawn)
-        if self.has_sources and not self.trains_on_rollouts:
-            metrics |= by_source.of_rows(self.example_order.sources_of(self.example_numbers))
-        return metrics
-
-    def learner(self, state: Any) -> Any:
+    def learner(self, state: State) -> ParamState:
         """Returns the ParamState of the trained model: the metrics `optim/` describe its
         updates."""
         return state.policy
 
     # Files.
 
-    def finish(self, state: Any, write: Callable[[Path, Callable[[Path], None]], Any]) -> None:
+    def finish(self, state: State, write: Callable[[Path, Callable[[Path], None]], None]) -> None:
         """Writes the results of the stage besides the policy. Releases programs and reward models.
 
         `write(directory, function)` calls `function` to fill a directory, which appears in one
@@ -512,7 +391,7 @@ class StageKind(ConfiguredStage, ABC):
         form, with all parts of the model that training started from."""
         write_policy(self.context, directory)
 
-    def export_at(self, state: Any, directory: Path) -> None:
+    def export_at(self, state: State, directory: Path) -> None:
         """Writes what `export` would if the last step of the run were the one with this state."""
         self.export(directory)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -40,7 +40,7 @@ MOST_OUTSIDE = 1e-3
 have."""
 
 
-class Stage(StageKind):
+class Stage(StageKind["RunState"]):
     """Updates the policy on examples of a dataset."""
 
     def _check_kind(self) -> Iterator[Fault]:
@@ -132,7 +132,7 @@ class Stage(StageKind):
     def complete(self, data: inputs.StepData) -> None:
         """Changes the batch after its inputs have been added. By default it changes nothing."""
 
-    def start(self, context: Context, restored: Any = None) -> RunState:
+    def start(self, context: Context, restored: RunState | None = None) -> RunState:
         state = super().start(context, restored)
         if (teacher := self.trainer.teacher) is not None and restored is None:
             self._check_vocabulary(teacher, state)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 
@@ -29,6 +29,9 @@ from rl.stages.shapes import abstract_rows
 from rl.stages.stage import StageKind
 from rollout.engine.runner import ModelRunner
 from rollout.engine.weights import RolloutWeights
+
+if TYPE_CHECKING:
+    from rl.stages.stage import StageState
 
 # From the one that computes least again to the one that keeps least (docs/memory.md).
 ORDER = ("none", "minimal_flash", "save_dot_with_context_except_mlp", "full")
@@ -129,7 +132,7 @@ def _generator_bytes(
     return copied + on_a_device(runner.abstract_cache)
 
 
-def _update(stage: StageKind, state: Any, resident: int, hosted: bool) -> UpdateMemory:
+def _update(stage: StageKind, state: StageState, resident: int, hosted: bool) -> UpdateMemory:
     graph = stage.trainer.graph
     tokens, length = _micro_batch(stage)
     tokens /= graph.layout.num_row_shards
@@ -155,7 +158,7 @@ def _micro_batch(stage: StageKind) -> tuple[float, int]:
     return tokens, max(bounds.limit, min(bounds.longest, SHORTEST_FLAT - 1))
 
 
-def _trained(state: Any) -> list[Any]:
+def _trained(state: StageState) -> list[jax.Array]:
     """Returns the weights of all groups that learn."""
     groups = (getattr(state, name, None) for name in ("policy", "critic", "projections"))
     return [array for group in groups if group is not None for array in group.params.values()]

@@ -12,7 +12,7 @@ from rl.stages.sampling.evaluation import Evaluation
 from rl.stages.stage import StageKind
 
 if TYPE_CHECKING:
-    from rl.run.state import StageState
+    from rl.stages.stage import StageState
 
 
 class HeldOutMetrics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rl.config import files
 from rl.config.run import RunConfig
@@ -17,6 +17,9 @@ from rl.run.resume import remat
 from rl.run.resume.continued import continued_on_all, has_known_steps, with_saved_remat
 from rl.run.state import Run
 from rl.stages.stage import StageKind
+
+if TYPE_CHECKING:
+    from rl.stages.stage import StageState
 
 
 @contextmanager
@@ -52,7 +55,7 @@ def start_run(run: Run, prepared: Prepared, manifest: Manifest) -> None:
     )
 
 
-def start_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> Any:
+def start_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StageState:
     """Starts a stage, or restores it from a checkpoint, with the settings of its next step. Returns
     its state.
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from math import isfinite
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from rl.errors import ModelError
 
 if TYPE_CHECKING:
-    from rl.stages.stage import StageKind
+    from rl.stages.stage import StageKind, StageState
 
 
-def check_weights(stage: StageKind, state: Any, metrics: dict[str, float], *, last: bool) -> None:
+def check_weights(
+    stage: StageKind, state: StageState, metrics: dict[str, float], *, last: bool
+) -> None:
     """Checks the weights after a step of the stage with these metrics.
 
     Raises ModelError if its updates made weights that are not finite. After the last step raises it
@@ -28,7 +30,7 @@ def check_weights(stage: StageKind, state: Any, metrics: dict[str, float], *, la
         check_finite(stage, state)
 
 
-def check_finite(stage: StageKind, tree: Any) -> None:
+def check_finite(stage: StageKind, tree: object) -> None:
     """Raises ModelError for a state, or weights, with a number that is not finite."""
     from rl.training.diagnostics import not_finite
 

@@ -19,7 +19,7 @@ from rl.algorithms import reduce_metrics
 from rl.stages.sampling.by_source import numbers_by_prefix
 
 if TYPE_CHECKING:
-    from rl.stages.stage import StageKind
+    from rl.stages.stage import StageKind, StageState
     from rl.training.batch import Batch
     from rl.training.media.tables import ExpandedAt, StepTable
 
@@ -43,7 +43,7 @@ class HeldOutLoss:
         options = self._stage.options.held_out
         return 0 if options is None else options.every
 
-    def run(self, state: Any) -> dict[str, float]:
+    def run(self, state: StageState) -> dict[str, float]:
         """Returns held_out/NAME for each metric NAME of the loss under the weights of a state, and
         time/held_out."""
         began = time.perf_counter()
@@ -57,7 +57,7 @@ class HeldOutLoss:
         stage.trainer.total_flops = flops  # those of training
         return metrics | {"time/held_out": time.perf_counter() - began}
 
-    def _loss(self, state: Any, rows: Sequence[Any], counts: Counter[str]) -> dict[str, Any]:
+    def _loss(self, state: StageState, rows: Sequence[Any], counts: Counter[str]) -> dict[str, Any]:
         """Returns the metrics of the loss of these rows. counts: what the loss divides by."""
         stage = self._stage
         coefs = stage.context.progress.adaptive_coefs

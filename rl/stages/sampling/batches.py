@@ -7,9 +7,10 @@ each has one); T tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rollout.collect import Rollouts
 
@@ -61,7 +62,7 @@ def expanded_at(rollouts: Rollouts) -> list[tuple[int, int, Expanded | None]]:
     return [(number, 0, shown[row.group]) for number, row in enumerate(rollouts.rows)]
 
 
-def by_row(rollouts: Rollouts, values: Any) -> np.ndarray:
+def by_row(rollouts: Rollouts, values: ArrayLike) -> np.ndarray:
     """Returns for each row of `to_batch` the value of its trajectory: array[N, ...]. values:
     array[P * G, ...], one of each trajectory."""
     return np.asarray(values)[[row.trajectory for row in rollouts.rows]]
