@@ -128,7 +128,7 @@ def logprobs_of_states(
     rows = FlatRows(runtime.layout, *tokens_BT.shape[:2])
     hidden = rows.flat(states_BTE)
     targets = rows.flat(tokens_BT)
-    tiling = head.Tiling(runtime.num_vocab_tiling, rows.layout)
+    tiling = head.Tiling(runtime.num_vocab_tiling, rows.layout, runtime.kept_logits_mib)
     scaling = decoder.config.logit_scaling
     how = temperature, scaling, tiling
     if kept_BTK is None:
@@ -161,7 +161,7 @@ def compare(
         spec,
         temperature,
         (student.config.logit_scaling, teacher.config.logit_scaling),
-        head.Tiling(runtime.num_vocab_tiling, rows.layout),
+        head.Tiling(runtime.num_vocab_tiling, rows.layout, runtime.kept_logits_mib),
     )
     return jax.tree.map(rows.back, outputs)
 

@@ -38,7 +38,10 @@ class Runtime:
     of the device or of its host; with "host" only the rows that are looked up reach the device.
     `train_layer_embeddings`: that table is trained. `num_vocab_tiling`: number of parts whose
     logits are computed one after the other (policy/heads/head.py: tiles of the vocabulary for
-    log-probabilities, else chunks of tokens); None: chosen by size.
+    log-probabilities, else chunks of tokens); None: chosen by size. `kept_logits_mib`: logits of a
+    call that take at most so many MiB of a device are kept for its backward pass; None: a sixteenth
+    of the full GiB of a device, or 0 if `num_vocab_tiling` is set. A run sets it when it first
+    starts.
 
     Positions. `max_length` is the number of tokens of the longest sequence, by which LongRoPE
     chooses its factors. Runs and generators set it, so that trainer and generator compute the same;
@@ -102,8 +105,15 @@ class Runtime:
     num_vocab_tiling: int | None = option(
         None,
         ge=1,
-        description="parts in which logits are computed one by one, and then none are kept for the "
-        "backward pass; null: chosen by size, docs/memory.md",
+        description="parts in which logits are computed one by one; null: chosen by size, "
+        "docs/memory.md",
+    )
+    kept_logits_mib: int | None = option(
+        None,
+        ge=0,
+        description="MiB per device up to which the logits of a micro-batch are kept for the "
+        "backward pass, which else computes them again; null: the run sets a sixteenth of the "
+        "full GiB of a device when it first starts, or 0 if num_vocab_tiling is set",
     )
     expert_parallel: Literal["auto", "gather", "all_to_all", "hidden"] = option(
         "auto",

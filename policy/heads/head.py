@@ -20,7 +20,7 @@ from policy.heads import tiled, vocab_tiles
 from policy.heads.logit_scaling import scaled
 from policy.heads.tiled import LocalTiles
 from policy.heads.vocab_tiles import Tiles, TopTokens
-from policy.mesh.device_memory import total_memory
+from policy.mesh.device_memory import GIB, MIB, total_memory
 from policy.mesh.explicit import in_explicit_mode, over_devices, with_explicit_axes
 from policy.mesh.sharding import Layout, axes_of
 from policy.ops.projection import Projection
@@ -37,6 +37,12 @@ LEAST_TOKENS = 512
 
 # Share of a device's memory up to which the logits of a call are kept for its backward pass.
 KEPT_SHARE = 1 / 16
+
+
+def kept_logits_mib(memory: float | None) -> int:
+    """Returns the MiB of logits that a call may keep on a device with so many bytes of memory, of
+    which full GiB count; 0 if they are unknown."""
+    return 0 if memory is None else int(KEPT_SHARE * (memory // GIB) * (GIB // MIB))
 
 
 def logits(
@@ -63,13 +69,13 @@ class Tiling:
     tiles: number of parts, for log-probabilities tiles of the vocabulary, else chunks of rows, of
     which the last is padded if they do not divide; None: chosen by size. layout: the devices that
     share the rows. Each computes its own rows with the full weight, or with its part of the
-    vocabulary. may_keep: logits may be kept for the backward pass, where `tiles` is None and they
-    take at most KEPT_SHARE of the device's memory.
+    vocabulary. kept_mib: the logits of a device are kept for the backward pass where they take at
+    most so many MiB; None: 0 if `tiles` is set, else KEPT_SHARE of the memory of a device.
     """
 
     tiles: int | None = None
     layout: Layout | None = None
-    may_keep: bool = True
+    kept_mib: int | None = None
 
     def rows(self, M: int, V: int) -> int:
         """Returns the rows of a chunk."""
@@ -77,14 +83,14 @@ class Tiling:
 
     def keeps(self, M: int, V: int) -> bool:
         """Returns whether a device keeps its M V logits. It follows from the sizes alone."""
-        if self.tiles is not None or not self.may_keep:
-            return False
-        total = total_memory(self._device)
-        return total is not None and KEPT_SHARE * total >= 4 * M * V
+        most = self.kept_mib
+        if most is None:
+            most = 0 if self.tiles is not None else kept_logits_mib(total_memory(self._devices))
+        return most * MIB >= 4 * M * V
 
     def local(self, M: int, V: int, scaling: LogitScaling) -> LocalTiles:
         """Returns the tiles of the vocabulary where each device has the full weight."""
-        most = CPU_TILE_LOGITS if self._device.platform == "cpu" else CHUNK_LOGITS
+        most = CPU_TILE_LOGITS if self._devices[0].platform == "cpu" else CHUNK_LOGITS
         least = -(-V // max(LEAST_TOKENS, most // M)) if self.tiles is None else self.tiles
         return LocalTiles.of(V, min(least, V), scaling, self.keeps(M, V))
 
@@ -108,8 +114,11 @@ class Tiling:
         return Tiles.of(self.layout, V, least, scaling, self.keeps(rows, own))
 
     @property
-    def _device(self) -> Any:
-        return jax.local_devices()[0] if self.layout is None else self.layout.mesh.devices.flat[0]
+    def _devices(self) -> list[Any]:
+        """The devices that compute; without a layout one of this process."""
+        if self.layout is None:
+            return jax.local_devices()[:1]
+        return list(self.layout.mesh.devices.flat)
 
     def spread(self, function: Callable, M: int, *row_inputs: bool) -> Callable:
         """Returns `function` run by every device on its own rows.

@@ -103,7 +103,7 @@ def predictions(
         states = jax.lax.stop_gradient(states)
     config = decoder.config
     # The logits of all modules would be kept at once, until the gradients of the first begin.
-    tiling = head.Tiling(runtime.num_vocab_tiling, runtime.layout, may_keep=False)
+    tiling = head.Tiling(runtime.num_vocab_tiling, runtime.layout, kept_mib=0)
     best = _likeliest(decoder, hidden_BTE, step.tree, 1, tiling)
 
     def module(d, states):

@@ -150,7 +150,8 @@ class Activations:
 def kept_logits(graph: Graph, tokens: float) -> float:
     """Returns the bytes of logits that a device keeps for the gradient of so many tokens."""
     own = graph.config.vocab_size // graph.layout.mesh.shape["tensor"]
-    tiling = Tiling(graph.runtime.num_vocab_tiling, graph.layout)
+    runtime = graph.runtime
+    tiling = Tiling(runtime.num_vocab_tiling, graph.layout, runtime.kept_logits_mib)
     return 4.0 * tokens * own if tiling.keeps(math.ceil(tokens), own) else 0.0
 
 

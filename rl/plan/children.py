@@ -20,7 +20,7 @@ from rl.config.run import RunConfig
 from rl.errors import DuetError, ResourceError
 from rl.plan.compiled import GIB, ProgramReport
 from rl.plan.slices import Topology
-from rl.run.resume.continued import AUTO, with_remat
+from rl.run.resume.continued import AUTO, with_model_keys
 
 CACHE = "~/.cache/duet-rl/plans"
 AT_A_TIME = 2
@@ -29,12 +29,13 @@ AT_A_TIME = 2
 @dataclass(frozen=True)
 class Target:
     """The devices of a plan. memory: bytes per device that programs may use; None: unknown. count:
-    of devices."""
+    of devices. kept_logits_mib: what a run would choose there for this key of `model`."""
 
     topology: Topology
     memory: float | None
     device: str
     count: int
+    kept_logits_mib: int = 0
 
     @property
     def chip(self) -> chips.Chip | None:
@@ -45,7 +46,8 @@ class Target:
     def of(cls, told: dict, topology: Topology, gib: float | None) -> Target:
         """Makes a target from the first line of a child. gib: memory of a device in place of the
         child's."""
-        return cls(topology, gib * GIB if gib else told["memory"], told["device"], told["count"])
+        memory = gib * GIB if gib else told["memory"]
+        return cls(topology, memory, told["device"], told["count"], told["kept_logits_mib"])
 
     def inside(self, config: RunConfig) -> int:
         """Returns the number of devices per slice; the configuration says how many slices there
@@ -104,7 +106,7 @@ def with_chosen_remat(
     topology = Topology.read(name)
     request = {"configs": [_plain(config)], "memory": gib and gib * GIB, "remat": True}
     _, told = _lines(request, topology)
-    return with_remat(config, told["remat"]), told["note"]
+    return with_model_keys(config, remat=told["remat"]), told["note"]
 
 
 def start_compiling(

@@ -44,6 +44,8 @@ def plan(config: RunConfig, options: PlanFlags) -> int:
     if note is not None:
         print(f"  {note}", flush=True)
     target, compiled = start_compiling(config, options.topology, options.memory)
+    if config.model.kept_logits_mib is None and config.model.num_vocab_tiling is None:
+        print(f"  model.kept_logits_mib is {target.kept_logits_mib}", flush=True)
     reports = []
     for report in compiled:
         print(f"  {report.name}: {report.seconds:.0f} s", flush=True)

@@ -5,9 +5,10 @@ are not present.
     null,
                                   "only": [...] or null}
 
-Prints JSON lines. The first is {"device": jax's name of it, "memory": its bytes or null, "count":
-number of devices}. Then comes one line per program when it is compiled; `only` selects programs by
-name. The last line is {"done": true} or {"error": text, "exit_code": n}. Results of earlier
+Prints JSON lines. The first is {"device": jax's name of it, "memory": the bytes that a program may
+use or null, "count": number of devices, "kept_logits_mib": what a run would choose for this key of
+`model`}. Then comes one line per program when it is compiled; `only` selects programs by name. The
+last line is {"done": true} or {"error": text, "exit_code": n}. Results of earlier
 compilations for the same devices by the same compiler are read from `cache`. With "estimate": true
 nothing is compiled, and each configuration gives one line: {"costs": {program: [resident,
 temporaries, seconds]}} or {"wrong": text} (rl/plan/estimate.py). With "remat": true each
@@ -37,6 +38,7 @@ from rl.plan.slices import Topology
 if TYPE_CHECKING:
     import jax
 
+    from rl.config.run import RunConfig
     from rl.plan.programs import Planned
 
 GIB = 2**30
@@ -110,34 +112,52 @@ def _lines(request: dict, topology: Topology) -> Iterator[dict]:
         )
         os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
         devices = topology.devices()
+
+        from policy.heads.head import kept_logits_mib
+        from policy.mesh.device_memory import total_memory
+
         own = topology.memory(devices[0])
-        yield {"device": devices[0].device_kind, "memory": own, "count": len(devices)}
+        total = request.get("memory") or total_memory(devices)
+        yield {
+            "device": devices[0].device_kind,
+            "memory": own,
+            "count": len(devices),
+            "kept_logits_mib": kept_logits_mib(total),
+        }
         memory = request.get("memory") or own
         if request.get("estimate"):
-            yield from _estimated(request["configs"], devices, memory)
+            yield from _estimated(request["configs"], devices, memory, total)
             return
         if request.get("remat"):
-            yield from _remat(request["configs"], devices, memory)
+            yield from _remat(request["configs"], devices, total)
             return
         cache = Path(request["cache"]).expanduser() if request["cache"] else None
         for config in request["configs"]:
-            for planned in _planned(config, devices, memory):
+            for planned in _planned(_config(config, total), devices, memory):
                 if request.get("only") is None or planned.name in request["only"]:
                     yield asdict(_report(planned, topology, Path(dump), cache))
 
 
-def _planned(config: dict, devices: list, memory: float | None) -> Iterator[Planned]:
+def _config(given: dict, total: float | None) -> RunConfig:
+    """Returns a configuration of the request, with the kept logits that a run would choose on
+    devices with so many bytes of memory."""
     from rl.config.run import RunConfig
+    from rl.run.resume.remat import with_kept_logits
+
+    return with_kept_logits(RunConfig.model_validate(given), total)
+
+
+def _planned(config: RunConfig, devices: list, memory: float | None) -> Iterator[Planned]:
     from rl.plan.programs import programs
     from rl.run import build
 
-    checked = RunConfig.model_validate(config)
-    yield from programs(checked, build.on_mesh(checked, devices), memory)
+    yield from programs(config, build.on_mesh(config, devices), memory)
 
 
-def _estimated(configs: list[dict], devices: list, memory: float | None) -> Iterator[dict]:
+def _estimated(
+    configs: list[dict], devices: list, memory: float | None, total: float | None
+) -> Iterator[dict]:
     from rl.accounting import chips
-    from rl.config.run import RunConfig
     from rl.plan.estimate import Estimator
 
     estimator = Estimator(devices, chips.of(devices[0].device_kind), memory)
@@ -145,22 +165,20 @@ def _estimated(configs: list[dict], devices: list, memory: float | None) -> Iter
         try:
             yield {
                 "costs": {
-                    name: astuple(cost)
-                    for name, cost in estimator(RunConfig.model_validate(config)).items()
+                    name: astuple(cost) for name, cost in estimator(_config(config, total)).items()
                 }
             }
         except (DuetError, ValueError) as error:
             yield {"wrong": str(error).splitlines()[0]}
 
 
-def _remat(configs: list[dict], devices: list, memory: float | None) -> Iterator[dict]:
-    from rl.config.run import RunConfig
+def _remat(configs: list[dict], devices: list, total: float | None) -> Iterator[dict]:
     from rl.run import build
     from rl.run.resume import remat
 
     for config in configs:
-        checked = RunConfig.model_validate(config)
-        choice = remat.chosen(checked, build.on_mesh(checked, devices), memory)
+        checked = _config(config, total)
+        choice = remat.chosen(checked, build.on_mesh(checked, devices), total)
         yield {"remat": choice.policy, "note": str(choice)}
 
 

@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from oracles import configuration, random_model, tokens
 from policy import families
 from policy.config import LogitScaling
 from policy.heads import head
-from policy.mesh.device_memory import total_memory
 from policy.mesh.sharding import layout
 from policy.modes import make_step
 from rl.accounting.activations import kept_logits
@@ -150,23 +148,18 @@ def test_kept_logits_give_the_bits_of_logits_that_are_computed_again(
 
 
 def test_logits_are_kept_up_to_a_share_of_the_memory(monkeypatch):
-    monkeypatch.setattr(head, "total_memory", lambda device: 16 * 4 * 100 * 1000)
-    assert head.Tiling().keeps(100, 1000) and not head.Tiling().keeps(101, 1000)
-    assert not head.Tiling(2).keeps(1, 1) and not head.Tiling(may_keep=False).keeps(1, 1)
-    monkeypatch.setattr(head, "total_memory", lambda device: None)
+    """Of the full GiB of a device, unless a size or a number of tiles is set."""
+    monkeypatch.setattr(head, "total_memory", lambda devices: 3 * 2**30 + 2**29)
+    limit = 3 * 2**26 // 4  # logits of 4 bytes
+    assert head.Tiling().keeps(limit // 1000, 1000)
+    assert not head.Tiling().keeps(limit // 1000 + 1, 1000)
+    assert not head.Tiling(2).keeps(1, 1)
+    for tiles in (None, 2):
+        assert head.Tiling(tiles, kept_mib=1).keeps(2**10, 2**8)
+        assert not head.Tiling(tiles, kept_mib=1).keeps(2**10 + 1, 2**8)
+        assert not head.Tiling(tiles, kept_mib=0).keeps(1, 1)
+    monkeypatch.setattr(head, "total_memory", lambda devices: None)
     assert not head.Tiling().keeps(1, 1)
-
-
-def test_total_memory_is_that_of_the_machine_and_of_the_kind_of_tpu():
-    own = jax.local_devices()
-    total = total_memory(own[0])
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert total is None or (total % 2**30 == 0 and total * len(own) <= physical)
-    described = SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-    assert total_memory(described) == 15 * 2**30
-    assert total_memory(SimpleNamespace(platform="tpu", device_kind="TPU v99")) is None
-    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 60 * 2**30 + 5})
-    assert total_memory(gpu) == 60 * 2**30
 
 
 @pytest.mark.parametrize("keeps", [False, True], ids=["again", "kept"])

@@ -1,18 +1,22 @@
 """What `model.remat: auto` takes, from sizes alone; and that a run keeps it."""
 
-from types import SimpleNamespace
-
 import jax
 import pytest
 
-from rl.accounting import chips, memory
+from policy.mesh import device_memory
+from rl.accounting import chips
 from rl.config import files
 from rl.errors import ConfigError
 from rl.plan.children import with_chosen_remat
 from rl.run import build
 from rl.run.load import load
 from rl.run.resume import remat
-from rl.run.resume.continued import check_same, continued, with_saved_remat
+from rl.run.resume.continued import (
+    check_same,
+    continued,
+    with_model_keys,
+    with_saved_choices,
+)
 
 GIVEN = ["tokenizer=bytes", "data.task=arithmetic", "mesh={fsdp: 1}"]
 STAGE = "stages=[{algorithm: sft, steps: 2, prompts_per_step: 64, micro_batch: %d}]"
@@ -59,32 +63,56 @@ def test_all_stages_fit_and_unknown_memory_holds_nothing():
         assert remat.choose([small, large], available, "tpu").policy == "full"
 
 
-def test_a_run_keeps_the_policy_of_its_start(tmp_path, monkeypatch):
+def test_a_run_keeps_the_choices_of_its_start(tmp_path, monkeypatch):
     """Also if the machine has another memory; then a note says so."""
     made = config(tmp_path, "model=tiny-deepseek", "max_length=48", STAGE % 8)
     assert made.model.remat == "auto" and made.runtime.remat == "full"
-    assert with_saved_remat(made) == made  # a new run
-    started, notes = remat.resolved(made, "auto")
+    assert with_saved_choices(made) == made  # a new run
+    monkeypatch.setattr(device_memory, "host_memory", lambda: 2**34)
+    started, notes = remat.resolved(made, made.model)
     assert started.model.remat == started.runtime.remat == "none"
-    assert len(notes) == 1 and "auto takes `none`" in notes[0]
+    assert started.model.kept_logits_mib == started.runtime.kept_logits_mib == 1024
+    assert len(notes) == 2 and "1024" in notes[0] and "auto takes `none`" in notes[1]
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "config.yml").write_text(files.resolved_yaml(started))
     (folder / "events.jsonl").write_text("{}\n")
-    assert with_saved_remat(made) == started == load([folder])
+    assert with_saved_choices(made) == started == load([folder])
     assert continued(made).changes == []
     check_same(started, made)
-    assert remat.resolved(started, "auto") == (started, [])
-    assert remat.resolved(started, "none") == (started, [])
-    monkeypatch.setattr(memory, "of_host", lambda: 2**22)
-    same, notes = remat.resolved(with_saved_remat(made), "auto")
+    assert remat.resolved(started, made.model) == (started, [])
+    assert remat.resolved(started, started.model) == (started, [])
+    monkeypatch.setattr(device_memory, "host_memory", lambda: 2**22)
+    same, notes = remat.resolved(with_saved_choices(made), made.model)
     assert same == started
-    assert len(notes) == 1 and "keeps `model.remat: none`" in notes[0] and "`full`" in notes[0]
+    assert len(notes) == 2 and "keeps `model.kept_logits_mib: 1024`" in notes[0]
+    assert "keeps `model.remat: none`" in notes[1] and "`full`" in notes[1]
     other = config(
         tmp_path, "model={source: tiny-deepseek, remat: full}", "max_length=48", STAGE % 8
     )
     with pytest.raises(ConfigError, match="model.remat: none there, full here"):
         check_same(started, other)
+    other = config(
+        tmp_path, "model={source: tiny-deepseek, kept_logits_mib: 7}", "max_length=48", STAGE % 8
+    )
+    with pytest.raises(ConfigError, match="model.kept_logits_mib: 1024 there, 7 here"):
+        check_same(started, other)
+    older = with_model_keys(started, kept_logits_mib=None)  # a version without the key
+    check_same(older, started)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [("kept_logits_mib: 7", 7), ("num_vocab_tiling: 2", 0), ("remat: full", 128)],
+)
+def test_kept_logits_are_what_is_set_and_none_with_tiles_that_are_set(
+    tmp_path, monkeypatch, model, expected
+):
+    monkeypatch.setattr(device_memory, "host_memory", lambda: 2**31 + 2**29)
+    made = config(tmp_path, f"model={{source: tiny-deepseek, {model}}}", STAGE % 8)
+    started, _ = remat.resolved(made, made.model)
+    assert started.model.kept_logits_mib == expected
+    assert remat.with_kept_logits(made, 2**31).model.kept_logits_mib == expected
 
 
 @pytest.mark.slow
@@ -93,42 +121,3 @@ def test_a_plan_chooses_for_its_devices(tmp_path):
     small, note = with_chosen_remat(made, "cpu:1", 0.001)
     assert small.model.remat == "full" and note is not None and "of 0.00 GiB per device" in note
     assert with_chosen_remat(small, "cpu:1", None) == (small, None)
-
-
-def test_memory_of_a_machine_is_the_smallest_limit_in_full_steps(tmp_path):
-    cgroup, proc = tmp_path / "cgroup", tmp_path / "proc"
-    own = cgroup / "slice" / "job"
-    own.mkdir(parents=True)
-    (proc / "self").mkdir(parents=True)
-    assert memory.of_host(cgroup, proc) is None
-    (proc / "meminfo").write_text(f"MemTotal: {8 * 2**20 - 3000} kB\n")
-    assert memory.of_host(cgroup, proc) == 8 * 2**30 - 2**28
-    (proc / "self" / "cgroup").write_text("0::/slice/job\n")
-    (own / "memory.max").write_text("max\n")
-    assert memory.of_host(cgroup, proc) == 8 * 2**30 - 2**28
-    (cgroup / "slice" / "memory.max").write_text(f"{3 * 2**30}\n")
-    assert memory.of_host(cgroup, proc) == 3 * 2**30
-    (cgroup / "memory.max").write_text(f"{2**30 + 5}\n")
-    assert memory.of_host(cgroup, proc) == 2**30
-
-
-def test_memory_of_a_control_group_of_version_1(tmp_path):
-    cgroup, proc = tmp_path / "cgroup", tmp_path / "proc"
-    (cgroup / "memory" / "job").mkdir(parents=True)
-    (proc / "self").mkdir(parents=True)
-    (proc / "meminfo").write_text(f"MemTotal: {8 * 2**20} kB\n")
-    (proc / "self" / "cgroup").write_text("5:cpu:/other\n4:memory:/job\n")
-    (cgroup / "memory" / "job" / "memory.limit_in_bytes").write_text(f"{2**31}\n")
-    (cgroup / "memory" / "memory.limit_in_bytes").write_text(f"{2**63 - 4096}\n")
-    assert memory.of_host(cgroup, proc) == 2**31
-
-
-def test_memory_of_a_device(monkeypatch):
-    monkeypatch.setattr(memory, "of_host", lambda: 2**33)
-    device = SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3", platform="gpu")
-    assert memory.of_device(device, 1) == 80 * 2**30
-    other = SimpleNamespace(
-        device_kind="new", platform="gpu", memory_stats=lambda: {"bytes_limit": 7}
-    )
-    assert memory.of_device(other, 1) == 7
-    assert memory.of_device(SimpleNamespace(device_kind="cpu", platform="cpu"), 4) == 2**31

@@ -19,7 +19,7 @@ from rewards.text import quoted
 from rl.cluster.launch import on_first
 from rl.config import files
 from rl.config.changes import changeable, differences, in_force, stage_of
-from rl.config.model import TokenizerOptions
+from rl.config.model import ModelOptions, TokenizerOptions
 from rl.config.run import Change, RunConfig
 from rl.errors import ConfigError, ModelError, ResourceError
 from rl.records.run_files import EVENTS
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 """The value of `model.remat` for which the run chooses a policy when it first starts."""
+
+UNCHOSEN = {"remat": AUTO, "kept_logits_mib": None}
+"""Keys of `model` that the run chooses when it first starts, with their values before."""
 
 # Keys that may differ when a run is continued: they change what is kept and shown, and no number.
 _FREE = ("run", "profile", "changes")
@@ -117,23 +120,28 @@ def continued(config: RunConfig, *, locked: bool = False) -> RunConfig:
     return config.model_copy(update={"changes": listed(before, config, place)})
 
 
-def with_remat(config: RunConfig, policy: str) -> RunConfig:
-    """Returns the configuration with this policy of `model.remat`."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"remat": policy})})
+def unchosen(model: ModelOptions) -> list[str]:
+    """Lists the keys of `model` whose choice is left to the run."""
+    return [key for key, value in UNCHOSEN.items() if getattr(model, key) == value]
 
 
-def with_saved_remat(config: RunConfig) -> RunConfig:
-    """Returns the configuration with the policy that its run has, if it leaves the choice to the
-    run and the run has one. The first process reads its folder."""
-    if config.model.remat != AUTO:
+def with_model_keys(config: RunConfig, **keys: JsonValue) -> RunConfig:
+    """Returns the configuration with these keys of `model`."""
+    return config.model_copy(update={"model": config.model.model_copy(update=keys)})
+
+
+def with_saved_choices(config: RunConfig) -> RunConfig:
+    """Returns the configuration with what its run has chosen (`UNCHOSEN`), where it leaves the
+    choice to the run. The first process reads its folder."""
+    keys = unchosen(config.model)
+    if config.run.dir is None or not keys:
         return config
-    before = on_first(lambda: None if config.run.dir is None else _saved_remat(config.directory))
-    return config if before is None else with_remat(config, before)
+    return with_model_keys(config, **on_first(lambda: _saved_keys(config.directory, keys)))
 
 
-def _saved_remat(directory: Path) -> str | None:
+def _saved_keys(directory: Path, keys: Sequence[str]) -> dict[str, JsonValue]:
     before = saved(directory)
-    return before and before.model.remat
+    return {} if before is None else {key: getattr(before.model, key) for key in keys}
 
 
 def continued_on_all(config: RunConfig) -> RunConfig:
@@ -276,8 +284,10 @@ def check_same(before: RunConfig, config: RunConfig) -> None:
     ):  # the run takes that of its first start
         tokenizer = (config.tokenizer or TokenizerOptions()).model_copy(update={"date": date})
         config = config.model_copy(update={"tokenizer": tokenizer})
-    if config.model.remat == AUTO:  # likewise
-        config = with_remat(config, before.model.remat)
+    for key in unchosen(config.model):  # likewise
+        config = with_model_keys(config, **{key: getattr(before.model, key)})
+    for key in unchosen(before.model):  # an older version did not write it
+        before = with_model_keys(before, **{key: getattr(config.model, key)})
     theirs = _fixed(before)
     ours = _fixed(config)
     different = sorted(

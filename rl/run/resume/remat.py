@@ -1,9 +1,11 @@
-"""Chooses the policy of `model.remat: auto` from the memory of a device and an estimate of what a
-run needs there. Nothing is compiled.
+"""Chooses, from the memory of a device, the policy of `model.remat: auto` and how many logits are
+kept (`model.kept_logits_mib`). Nothing is compiled.
 
 Resident bytes (weights, moments, references, the generator's cache) follow from shapes and
 sharding. Activations of a micro-batch are estimated by rl/accounting/activations.py. The first
 policy of ORDER with which all updates fit is chosen.
+
+A run chooses when it first starts and keeps its choice, also on devices with other memory.
 """
 
 from __future__ import annotations
@@ -12,19 +14,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import jax
-
 import rl.stages
 from policy.attention.block_attention import SHORTEST_FLAT
+from policy.heads.head import kept_logits_mib
 from policy.mesh import processes
+from policy.mesh.device_memory import GIB, total_memory
 from policy.mesh.sharding import Layout
 from policy.model import Graph
 from policy.ops.host_memory import on_a_device, shard_bytes
-from rl.accounting import memory
 from rl.accounting.activations import Activations, kept_logits
+from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
 from rl.run import build
-from rl.run.resume.continued import AUTO, with_remat
+from rl.run.resume.continued import AUTO, unchosen, with_model_keys
 from rl.stages.shapes import abstract_rows
 from rl.stages.stage import StageKind
 from rollout.engine.runner import ModelRunner
@@ -38,7 +40,6 @@ ORDER = ("none", "minimal_flash", "save_dot_with_context_except_mlp", "full")
 # The share of a device's memory that the estimate may fill, by platform. jax takes three quarters
 # of a GPU; a CPU has the data, the workers of rewards and other programs in its memory as well.
 SHARES = {"tpu": 0.8, "gpu": 0.6, "cpu": 0.5}
-GIB = 2**30
 
 
 class UpdateMemory(NamedTuple):
@@ -98,11 +99,18 @@ def chosen(config: RunConfig, mesh: Layout, available: float | None = None) -> R
 
 def memory_of(mesh: Layout) -> float | None:
     """Returns the least memory of a device of the mesh, in bytes; None: unknown."""
-    devices = list(mesh.mesh.devices.flat)
-    own = [each for each in devices if each.process_index == jax.process_index()]
-    each = memory.of_device((own or devices)[0], len(own or devices))
-    known = [size for size in processes.all_gather_object(each) if size is not None]
+    own = total_memory(mesh.mesh.devices.flat)
+    known = [size for size in processes.all_gather_object(own) if size is not None]
     return min(known, default=None)
+
+
+def with_kept_logits(config: RunConfig, available: float | None) -> RunConfig:
+    """Returns the configuration with `model.kept_logits_mib`: if it is not set, what the head would
+    choose on a device with so many bytes of memory."""
+    if config.model.kept_logits_mib is not None:
+        return config
+    most = 0 if config.model.num_vocab_tiling is not None else kept_logits_mib(available)
+    return with_model_keys(config, kept_logits_mib=most)
 
 
 def updates(config: RunConfig, graph: Graph, available: float | None) -> list[UpdateMemory]:
@@ -164,18 +172,48 @@ def _trained(state: StageState) -> list[jax.Array]:
     return [array for group in groups if group is not None for array in group.params.values()]
 
 
-def resolved(config: RunConfig, asked: str) -> tuple[RunConfig, list[str]]:
-    """Returns (the configuration with the policy that `auto` takes on the devices of this run,
-    notes on it).
+def resolved(config: RunConfig, asked: ModelOptions) -> tuple[RunConfig, list[str]]:
+    """Returns (the configuration with all that the run chooses on its devices, notes on it).
 
-    asked: `model.remat` before a continued run took the policy that it began with. It keeps that
-    one, also where another one would be chosen now.
+    asked: the section `model` before a continued run took what it chose when it began. It keeps
+    that, also where it would choose otherwise now.
     """
-    if asked != AUTO:
+    if not (keys := unchosen(asked)):
         return config, []
-    choice = chosen(config, build.on_mesh(config))
+    mesh = build.on_mesh(config)
+    available = memory_of(mesh)
+    notes = []
+    if "kept_logits_mib" in keys:
+        config, note = _kept_logits(config, available)
+        notes += note
+    if "remat" in keys:
+        config, note = _remat(config, mesh, available)
+        notes += note
+    return config, notes
+
+
+def _kept_logits(config: RunConfig, available: float | None) -> tuple[RunConfig, list[str]]:
+    """Returns (the configuration with the MiB of logits that are kept, notes on it)."""
+    own = config.model.kept_logits_mib
+    if config.model.num_vocab_tiling is not None or available is None:
+        return with_kept_logits(config, available), []
+    most = kept_logits_mib(available)
+    share = f"a sixteenth of the {int(available // GIB)} full GiB of a device"
+    if own is None:
+        return with_kept_logits(config, available), [f"model.kept_logits_mib is {most}, {share}"]
+    if own == most:
+        return config, []
+    return config, [
+        f"the run keeps `model.kept_logits_mib: {own}` of its start; it would be {most} now, "
+        f"{share}"
+    ]
+
+
+def _remat(config: RunConfig, mesh: Layout, available: float | None) -> tuple[RunConfig, list[str]]:
+    """Returns (the configuration with the policy that `auto` takes, notes on it)."""
+    choice = chosen(config, mesh, available)
     if config.model.remat == AUTO:
-        return with_remat(config, choice.policy), [str(choice)]
+        return with_model_keys(config, remat=choice.policy), [str(choice)]
     if config.model.remat == choice.policy:
         return config, []
     return config, [f"the run keeps `model.remat: {config.model.remat}` of its start. {choice}"]

@@ -14,7 +14,7 @@ from rl.run.compilation import compile_generator
 from rl.run.health import probe
 from rl.run.prepare import Prepared, prepare, with_date
 from rl.run.resume import remat
-from rl.run.resume.continued import continued_on_all, has_known_steps, with_saved_remat
+from rl.run.resume.continued import continued_on_all, has_known_steps, with_saved_choices
 from rl.run.state import Run
 from rl.stages.stage import StageKind
 
@@ -25,18 +25,19 @@ if TYPE_CHECKING:
 @contextmanager
 def prepared_run(config: RunConfig) -> Iterator[Prepared]:
     """Reads the data of a run. The configuration of the result has all that the run decides at its
-    first start: the date of prompts, the steps of `epochs`, and the policy of `model.remat: auto`.
+    first start: the date of prompts, the steps of `epochs`, and what follows from the memory of a
+    device (rl/run/resume/remat.py).
 
     Raises what `prepare` and `continued` raise. Ends the workers of rewards at the end.
     """
-    asked_remat = config.model.remat
-    config = continued_on_all(with_saved_remat(with_date(config)))
+    asked = config.model
+    config = continued_on_all(with_saved_choices(with_date(config)))
     with closing(prepare(config)) as prepared:
         # A stage with `epochs` has its number of steps once its rows are read. Only then is the
         # configuration compared with that of the folder.
         known_steps = has_known_steps(config)
         config = prepared.config if known_steps else continued_on_all(prepared.config)
-        config, remarks = remat.resolved(config, asked_remat)
+        config, remarks = remat.resolved(config, asked)
         yield replace(prepared, config=config, notes=[*prepared.notes, *remarks])
 
 
