@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax
+
 import rl.stages
 from policy.attention.block_attention import SHORTEST_FLAT
 from policy.heads.head import kept_logits_mib
