@@ -6,8 +6,8 @@ of one request among them. Every layer first writes the entries of all N rows, t
 the pages of its request. The mask by position makes the rows of one prompt causal. docs/hook.md has
 an example that runs.
 
-N rows, R requests, M pages of a request, P tokens of a page, E hidden, V vocabulary, k experts per
-token.
+N rows, Q requests, M pages of a request, P tokens of a page, K key-value heads, D head dimension, E
+hidden, V vocabulary, k experts per token.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ class Rows:
     request: int32[N], the row of `pages` that the token belongs to; -1: the row is idle and writes
     nothing, and its
         results mean nothing.
-    pages: int32[R, M], the pages of each request in the order of its tokens: position p is entry p
+    pages: int32[Q, M], the pages of each request in the order of its tokens: position p is entry p
     % P of page
-        pages[r, p // P]. Page 0 may pad a request's row. Requests may share pages that no row of
+        pages[q, p // P]. Page 0 may pad a request's row. Requests may share pages that no row of
         the call writes.
     turns: int32[N, 3], the positions by time, height and width that rotary embeddings with sections
     turn by

@@ -2,7 +2,9 @@
 
 Every part of a layer returns a `LayerAux`, with None for an output that it does not have; the
 decoder collects them in an `Aux`, with the same shapes whether the layers are scanned or unrolled.
-B rows, T tokens, E hidden, X experts, R repeats.
+
+B rows, T tokens, E hidden, X experts, R repeats of a stack, L prediction modules, k chosen keys or
+experts of a token, K heads of an entry of the cache, C its length, D head dimension.
 """
 
 from __future__ import annotations
@@ -107,8 +109,8 @@ class LayerAux:
 
 @_pytree
 class Predictions:
-    """Outputs of the prediction modules d = 1..D (policy/heads/multi_token_prediction.py),
-    float32[D, B, T] at the token that is predicted: `logp`, and `agrees`, 1 where the likeliest
+    """Outputs of the prediction modules d = 1..L (policy/heads/multi_token_prediction.py),
+    float32[L, B, T] at the token that is predicted: `logp`, and `agrees`, 1 where the likeliest
     token of the module equals the decoder's. Both are 0 at the first d + 1 tokens of a segment and
     on padding."""
 

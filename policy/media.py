@@ -85,7 +85,16 @@ class Tower:
 
 
 class GridTower(Tower):
-    """A tower of pictures of any size, which joins squares of patches to rows."""
+    """A tower of pictures of any size, which joins squares of patches to rows. An input is a patch
+    of `patch` x `patch` pixels, in `frames` frames."""
+
+    patch: int
+    channels: int
+    frames: int = 1
+
+    @property
+    def input_width(self) -> int:
+        return self.channels * self.patch**2 * self.frames
 
     @property
     def row_side(self) -> int:
@@ -105,9 +114,21 @@ class GridTower(Tower):
 
 
 class SquareTower(Tower):
-    """A tower of squares of `side` x `side` patches, which joins smaller squares to rows."""
+    """A tower of squares of `side` x `side` patches, which joins smaller squares to rows. An input
+    is a patch of `patch` x `patch` pixels."""
 
+    encoder: Encoder
+    patch: int
     side: int
+    channels: int
+
+    @property
+    def initializer_range(self) -> float:
+        return self.encoder.initializer_range
+
+    @property
+    def input_width(self) -> int:
+        return self.channels * self.patch**2
 
     @property
     def row_side(self) -> int:
@@ -171,10 +192,6 @@ class GridVision(GridTower):
         return self.encoder.initializer_range
 
     @property
-    def input_width(self) -> int:
-        return self.channels * self.patch**2 * self.frames
-
-    @property
     def row_side(self) -> int:
         return self.merge
 
@@ -211,10 +228,6 @@ class WindowVision(GridTower):
         return (self.window * self.merge) ** 2
 
     @property
-    def input_width(self) -> int:
-        return self.channels * self.patch**2 * self.frames
-
-    @property
     def row_side(self) -> int:
         return self.merge
 
@@ -230,14 +243,6 @@ class Siglip(SquareTower):
     side: int
     pool: int
     channels: int = 3
-
-    @property
-    def initializer_range(self) -> float:
-        return self.encoder.initializer_range
-
-    @property
-    def input_width(self) -> int:
-        return self.channels * self.patch**2
 
     @property
     def row_side(self) -> int:
@@ -258,14 +263,6 @@ class TileVision(SquareTower):
     out: int
     channels: int = 3
     theta: float = 1e4
-
-    @property
-    def initializer_range(self) -> float:
-        return self.encoder.initializer_range
-
-    @property
-    def input_width(self) -> int:
-        return self.channels * self.patch**2
 
     @property
     def row_side(self) -> int:
@@ -298,10 +295,6 @@ class PooledVision(GridTower):
     standardized: bool = False
     channels: int = 3
     initializer_range: float = 0.02
-
-    @property
-    def input_width(self) -> int:
-        return self.channels * self.patch**2
 
     @property
     def row_side(self) -> int:

@@ -1,8 +1,8 @@
 """A decoder with its weights: `policy.load` and `policy.create` return it, trainer and generator
 share it.
 
-B rows, T tokens, V vocabulary, K ids that filters leave; of a tower R items, N inputs of an item, K
-numbers of an input, M rows, E hidden, S features.
+B rows, T tokens, E hidden, V vocabulary, I ids that a filter names per token, L layers; of a tower
+R items, N inputs of an item, K numbers of an input, M rows, S features.
 """
 
 from __future__ import annotations
@@ -193,12 +193,13 @@ class Graph:
         tokens_BT: jax.Array,
         step: Step,
         temperature: ArrayLike,
-        kept_BTK: jax.Array | None = None,
+        kept_BTI: jax.Array | None = None,
     ) -> modes.TokenLogprobs:
-        """Runs modes.logprobs with these weights."""
+        """Returns the log-probabilities and entropies of the tokens of a step under these weights,
+        and the other outputs of the decoder, as policy/modes.py:logprobs."""
         with self.precision():
             return modes.logprobs(
-                self.decoder(params), tokens_BT, step, temperature, self.runtime, kept_BTK
+                self.decoder(params), tokens_BT, step, temperature, self.runtime, kept_BTI
             )
 
     def encode(

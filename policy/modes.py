@@ -1,8 +1,8 @@
 """The modes of the one forward pass: logprobs, prefill, decode one token (next_token_states),
 verify drafts.
 
-B rows, T tokens, E hidden, D hidden of a teacher, V vocabulary, K ids that filters leave, M pages
-of a row.
+B rows, T tokens, E hidden, D hidden of a teacher, V vocabulary, K targets per token, I ids that a
+filter names per token, M pages of a row.
 """
 
 from __future__ import annotations
@@ -92,13 +92,13 @@ def logprobs(
     step: Step,
     temperature: ArrayLike,
     runtime: Runtime,
-    kept_BTK: jax.Array | None = None,
+    kept_BTI: jax.Array | None = None,
 ) -> TokenLogprobs:
     """Returns the log-probabilities of tokens and the entropies of their distributions.
 
     logp[t] is the log-probability of token t given the tokens before it, at logits / temperature;
     entropy[t] is the entropy of that distribution. Both are 0 at the first token of a sequence and
-    on padding. kept_BTK: the ids that the distribution of each token is over, as in
+    on padding. kept_BTI: the ids that the distribution of each token is over, as in
     policy/heads/kept.py; None: all.
     """
     hidden, _, aux = decoder(tokens_BT, step, None, runtime)
@@ -106,7 +106,7 @@ def logprobs(
     if runtime.mtp is not None:
         aux = predictions(decoder, tokens_BT, step, hidden, aux, temperature, runtime)
     states = before(hidden, step.tree)
-    logp, entropy = logprobs_of_states(decoder, states, tokens_BT, temperature, runtime, kept_BTK)
+    logp, entropy = logprobs_of_states(decoder, states, tokens_BT, temperature, runtime, kept_BTI)
     predicted = scored(step.segments, step.tree)
     aux = replace(aux, mtp_input=None, states=hidden)
     logp = jnp.where(predicted, logp, 0.0)
@@ -120,22 +120,22 @@ def logprobs_of_states(
     tokens_BT: jax.Array,
     temperature: ArrayLike,
     runtime: Runtime,
-    kept_BTK: jax.Array | None = None,
+    kept_BTI: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (logp, entropy), float32[B, T], of tokens that are predicted from `states`, the
     states one token earlier. For tokens [B, T, K], several in one place, logp has their shape.
-    kept_BTK: as in `logprobs`, for tokens [B, T]."""
+    kept_BTI: as in `logprobs`, for tokens [B, T]."""
     rows = FlatRows(runtime.layout, *tokens_BT.shape[:2])
     hidden = rows.flat(states_BTE)
     targets = rows.flat(tokens_BT)
     tiling = head.Tiling(runtime.num_vocab_tiling, rows.layout, runtime.kept_logits_mib)
     scaling = decoder.config.logit_scaling
     how = temperature, scaling, tiling
-    if kept_BTK is None:
+    if kept_BTI is None:
         logp, entropy = head.logprobs(hidden, decoder.head_weight, targets, *how)
     else:
         logp, entropy = kept.logprobs(
-            hidden, decoder.head_weight, targets, rows.flat(kept_BTK), *how
+            hidden, decoder.head_weight, targets, rows.flat(kept_BTI), *how
         )
     return rows.back(logp), rows.back(entropy)
 

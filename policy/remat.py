@@ -16,14 +16,14 @@ from typing import Any, Literal
 Memory = Literal["device", "offload", "remat"]
 
 # Name of a value -> description. B rows, T tokens, E hidden, H and K query and key-value heads, D
-# their dimension (V of values), r and c latent ranks, I width of a feed-forward. An expert's row
-# counts as a token of its own: k T of them, and padding.
+# their dimension (V of values), r and c latent ranks, Y dimension of the rotated part, F width of a
+# feed-forward. An expert's row counts as a token of its own: k T of them, and padding.
 TENSORS = {
     "decoder_layer_input": "input of each layer [B, T, E]",
     "query_wa_proj": "latent attention: query latent before its norm [B, T, r]",
     "mla_q": "latent attention: query latent after its norm",
     "kv_wa_proj": "latent attention: key-value latent before its norm, and the rotated key [B, T, "
-    "c + R]",
+    "c + Y]",
     "mla_kv": "key-value latent after its norm [B, T, c]",
     "query_proj": "queries, normed and rotated [B, H, T, D]; delta net: before the convolution; "
     "short convolution: c",
@@ -33,8 +33,8 @@ TENSORS = {
     "attention_out": "input of the output projection [B, H, T, V]",
     "out_proj": "output of the mixer [B, T, E]",
     "mlpwi_0": "feed-forward: gate, or the only input projection if there is no gate, before the "
-    "activation [B, T, I]",
-    "mlpwi_1": "feed-forward: up projection [B, T, I]",
+    "activation [B, T, F]",
+    "mlpwi_1": "feed-forward: up projection [B, T, F]",
     "mlpwo": "feed-forward: output of the down projection [B, T, E]",
     "quantization": "operands of quantised products",
 }

@@ -13,9 +13,9 @@ They run in the order of vLLM (v1/sample/sampler.py), before temperature and fil
 
 A program has them only if one of its rows needs them; the others compute as if they were not there.
 
-S rows, T places of a step, d drafts, V vocabulary, H tokens of prompt and completion, B biases of a
-row, N sequences of forbidden words of at most M tokens, W tokens that end a completion. Letters
-after an underscore are the axes: history_SH is [S, H].
+S rows, Q = d + 1 places of a step with d drafts, V vocabulary, H tokens of prompt and completion, B
+biases of a row, N sequences of forbidden words of at most M tokens, W tokens that end a completion.
+Letters after an underscore are the axes: history_SH is [S, H].
 """
 
 from __future__ import annotations
@@ -111,20 +111,20 @@ class Seen:
         """Returns it for S (d + 1) rows: row (s, j) has the first j drafts of row s, from index
         at[s] on."""
         (S, d), H = drafted_Sd.shape, self.history.shape[1]
-        T = d + 1
+        Q = d + 1
         # A row never looks at tokens from the place of its own token on, so all of a slot have one
         # history.
         places = jnp.minimum(at_S[:, None] + jnp.arange(d), H)
         history = self.history.at[jnp.arange(S)[:, None], places].set(drafted_Sd, mode="drop")
         repeated = jax.tree.map(
-            lambda array: jnp.repeat(array, T, axis=0), replace(self, history=history)
+            lambda array: jnp.repeat(array, Q, axis=0), replace(self, history=history)
         )
         if repeated.counts is None:
             return repeated
         V = repeated.counts.shape[1]
-        is_before = jnp.arange(d) < jnp.arange(T)[:, None]
-        drafts_STd = jnp.where(is_before, drafted_Sd[:, None], V).reshape(S * T, d)
-        counts = repeated.counts.at[jnp.arange(S * T)[:, None], drafts_STd].add(1, mode="drop")
+        is_before = jnp.arange(d) < jnp.arange(Q)[:, None]
+        drafts_SQd = jnp.where(is_before, drafted_Sd[:, None], V).reshape(S * Q, d)
+        counts = repeated.counts.at[jnp.arange(S * Q)[:, None], drafts_SQd].add(1, mode="drop")
         return replace(repeated, counts=counts)
 
 

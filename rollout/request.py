@@ -12,6 +12,8 @@ The words of the folder `engine` about a request, from the smallest to the large
 - `ready`: `cached` has reached `needed`, so the request can decode.
 - `left`: how many tokens may still be sampled.
 
+Shapes: C entries of a slot, R repeats of a stack, k experts of a token, I ids that filters left.
+
 The `cacheable` tokens are the user's prompt without its last token, and also a part of the
 completion if the request was preempted or continues.
 """
@@ -74,13 +76,13 @@ class Request:
       step gains from accepted drafts. Its sum is the number of decoding steps.
     - values: where they are recorded, the value of the state that each token was drawn from.
     - filtered_logprobs, kept, kept_counts: where filters are recorded and the request has one, as
-      in rollout/engine/sampling.py:Drawn. `kept` has an array int32[K] for each token.
+      in rollout/engine/sampling.py:Drawn. `kept` has an array int32[I] for each token.
 
     cached: how many tokens of prompt and completion have entries in the cache.
     verified_tokens: how many tokens of the completion the scoring programs have confirmed, under
     GeneratorOptions.exact (rollout/engine/exact.py).
     routes: where they are recorded, once the request has ended: the experts of its entries, the
-    first `needed` rows of int[C, R, k], by path of the layer.
+    first `needed` of int[C, R, k], by path of the layer.
     media: the pictures and sounds of the prompt; None: it is text.
     keys: what prefixes are compared by, one number for each token of the prompt; None: its tokens.
     bad_words: the token sequences of `params.bad_words`. The engine sets them.

@@ -3,6 +3,9 @@ trajectories: what a stage learns from.
 
 A generator returns a `Completion`, the tokens after a prompt. A stage takes a `Trajectory`: all
 tokens of one sample of a prompt, with what is known about each of them, who wrote it first of all.
+
+T tokens of a segment, n those of them that the policy wrote, R repeats of a stack, k experts of a
+token, I ids that filters left.
 """
 
 from __future__ import annotations
@@ -277,27 +280,29 @@ class FilterSettings(Protocol):
 
     @property
     def temperature(self) -> float:
-        """0: the likeliest token."""
+        """Returns what logits are divided by before a draw; 0: the likeliest token is taken."""
         ...
 
     @property
     def top_k(self) -> int:
-        """0: off."""
+        """Returns how many of the likeliest tokens are left; 0: all."""
         ...
 
     @property
     def top_p(self) -> float:
-        """1: off."""
+        """Returns the probability that the likeliest tokens that are left have together; 1: all
+        tokens are left."""
         ...
 
     @property
     def min_p(self) -> float:
-        """0: off."""
+        """Returns the least probability of a token that is left, as a share of the largest; 0: all
+        tokens are left."""
         ...
 
     @property
     def bad_words(self) -> Sequence[str]:
-        """Texts that no completion holds."""
+        """Returns the texts that no completion may hold; empty: none."""
         ...
 
     @property
@@ -338,7 +343,7 @@ class Completion:
     values: under GeneratorOptions.record_values, the value of the state that each token was drawn
     from. filtered_logprobs, kept, kept_counts: under GeneratorOptions.record_kept, of a completion
     that was sampled with a filter, bad_words or min_tokens, else None: the log-probability of each
-    token in the distribution that they left; the ids that they left, int32[tokens, K] in ascending
+    token in the distribution that they left; the ids that they left, int32[tokens, I] in ascending
     order, padded with -1; and how many they were. Of more than record_kept ids only the first are
     in `kept`; or, where bad_words or min_tokens leave out at most record_kept ids, those, id i as
     -2 - i.
@@ -383,7 +388,7 @@ class Kept:
     """What filters of the sampler left at each of the n tokens that the policy wrote in a segment,
     in their order (GeneratorOptions.record_kept).
 
-    ids: int32[n, K], as `Completion.kept`. counts: int32[n], how many ids they left. logprobs:
+    ids: int32[n, I], as `Completion.kept`. counts: int32[n], how many ids they left. logprobs:
     float32[n], the log-probability of the token among these.
     """
 
@@ -419,7 +424,7 @@ class Kept:
 
     @staticmethod
     def ids_from_json(text: str, count: int) -> np.ndarray:
-        """Returns int32[count, K], the ids of so many tokens, from compressed text."""
+        """Returns int32[count, I], the ids of so many tokens, from compressed text."""
         return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i4").reshape(count, -1)
 
 

@@ -11,15 +11,15 @@ before and after.
 Keys and values travel, or the parts they are computed from: latents are expanded where they arrive.
 Numbers that a device receives per token of its own in a forward pass, with K key-value heads of D +
 V numbers: all_gather and ring (p
-- 1) K (D + V), with latents (p - 1) (c + R) however many heads they make; ulysses (H + K) (D + V)
+- 1) K (D + V), with latents (p - 1) (c + Y) however many heads they make; ulysses (H + K) (D + V)
   (p - 1) / p.
 
 Positions and segments travel along, and the mask between tokens is the mask of all other attention.
 So rows may be packed, and the tokens of a device need not be neighbours
 (policy/attention/sequence_shards.py).
 
-B rows, T tokens, H query heads, K key-value heads, D and V dimensions of keys and values, c and R
-of latents. Small letters are sizes on one device.
+B rows, T tokens, H query heads, K key-value heads, D and V dimensions of keys and values, c rank
+of latents, Y dimension of their rotated part. Small letters are sizes on one device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The indexer of sparse latent attention (arXiv 2512.02556), which selects the keys that a query
 may see.
 
-B rows, T queries, C visible keys, E hidden, H index heads, D index dimension, r rank of the query
-latent, k selected keys.
+B rows, T queries, C visible keys, E hidden, H heads of the index, D their dimension, r rank of the
+query latent, k selected keys.
 """
 
 from __future__ import annotations

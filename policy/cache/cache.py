@@ -15,7 +15,7 @@ its state in the cache unchanged and returns the states after each token in `Lay
 `commit` then writes the state after the last accepted token.
 
 Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension, B rows, T tokens,
-M pages of a row, P tokens of a page.
+M pages of a row, P tokens of a page, E hidden, W tokens whose states drafting keeps.
 """
 
 from __future__ import annotations

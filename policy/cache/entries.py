@@ -100,9 +100,9 @@ def stored_entries(
 def _engram_entries(engram: Engram | None, config: DecoderConfig) -> dict[str, Entry]:
     if engram is None:
         return {}
-    G = 1 if config.hyper_connections is None else config.hyper_connections.streams
+    streams = 1 if config.hyper_connections is None else config.hyper_connections.streams
     ids = Entry(1, 1, len(engram.multipliers) - 1, "int32")
-    return {"ngram_ids": ids, "ngram_conv": Entry(1, G * config.hidden_size, engram.history)}
+    return {"ngram_ids": ids, "ngram_conv": Entry(1, streams * config.hidden_size, engram.history)}
 
 
 def _mixer_entries(
@@ -122,17 +122,22 @@ def _mixer_entries(
         case CompressedAttention(head_dim=dim, window=window, compression=compression):
             tokens = {"kv": Entry(1, dim, window=window)}
             return tokens if compression is None else tokens | _compressed_entries(dim, compression)
-        case KimiDeltaAttention(heads=H, head_dim=D, conv_width=width):
-            return {"conv": Entry(1, 3 * H * D, width - 1), "state": Entry(H, D, D, "float32")}
-        case Mamba2(heads=H, head_dim=P, groups=G, state=N, conv_width=width):
+        case KimiDeltaAttention(heads=heads, head_dim=dim, conv_width=width):
             return {
-                "conv": Entry(1, H * P + 2 * G * N, width - 1),
-                "state": Entry(H, P, N, "float32"),
+                "conv": Entry(1, 3 * heads * dim, width - 1),
+                "state": Entry(heads, dim, dim, "float32"),
             }
-        case GatedDeltaNet(key_heads=K, value_heads=H, key_dim=D, value_dim=V, conv_width=width):
+        case Mamba2(heads=heads, head_dim=dim, conv_width=width):
+            channels = heads * dim + 2 * mixer.groups * mixer.state
             return {
-                "conv": Entry(1, 2 * K * D + H * V, width - 1),
-                "state": Entry(H, V, D, "float32"),
+                "conv": Entry(1, channels, width - 1),
+                "state": Entry(heads, dim, mixer.state, "float32"),
+            }
+        case GatedDeltaNet(value_heads=heads, value_dim=dim, conv_width=width):
+            channels = 2 * mixer.key_heads * mixer.key_dim + heads * dim
+            return {
+                "conv": Entry(1, channels, width - 1),
+                "state": Entry(heads, dim, mixer.key_dim, "float32"),
             }
         case ShortConv(conv_width=width):
             return {"conv": Entry(1, config.hidden_size, width - 1)}

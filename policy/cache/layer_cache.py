@@ -9,7 +9,7 @@ Keys, values and latents may be stored quantised, as values of 8 or 4 bits and t
 states of fixed size are never quantised.
 
 Shapes: R repeats of a stack, S slots, K heads, C cache length, D head dimension, B rows, T tokens,
-M pages of a row.
+M pages of a row, E hidden.
 """
 
 from __future__ import annotations

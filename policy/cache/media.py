@@ -4,7 +4,8 @@ The host decides which token gets which row, by an index. Token ids decide nothi
 that the policy samples is a token like any other. Packing moves the index like tokens, chunks of a
 prompt cut it, and several prompts may use one row.
 
-B rows of a call, T tokens, M rows of the table, E hidden, D layers with deepstack features.
+B rows of a call, T tokens, E hidden; I rows of the table of items, L layers with deepstack
+features.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 
 
 class MediaTable(NamedTuple):
-    """The rows that several sequences share: `rows` [M, E] and `deep` [D, M, E] or None."""
+    """The rows that several sequences share: `rows` [I, E] and `deep` [L, I, E] or None."""
 
     rows: Any
     deep: Any = None
@@ -34,9 +35,9 @@ class Media:
 
     index: int32[B, T], the row of `table` that stands at each token; -1: the token's own embedding.
     None: no token has a row.
-    table: [M, E], the output of towers; None: the caller of a program adds it (`in_table`). Prompts
+    table: [I, E], the output of towers; None: the caller of a program adds it (`in_table`). Prompts
     are computed in one call if they have the same array.
-    deep: [D, M, E], what is added to the outputs of the first D layers at such tokens; None:
+    deep: [L, I, E], what is added to the outputs of the first L layers at such tokens; None:
     nothing.
     turns: int32[B, T, 3], rotary positions by time, height and width; None: the plain positions.
     until: int32[B, T], the position of the last token of each token's block; None: the decoder is

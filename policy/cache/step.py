@@ -1,5 +1,8 @@
-"""The metadata of a forward pass. B rows, T tokens, M pages of a row, R repeats of a stack, k
-experts per token."""
+"""The metadata of a forward pass.
+
+Shapes: B rows, T tokens, M pages of a row, R repeats of a stack, L layers with embeddings of their
+own, n numbers of such an embedding, k experts or selected keys of a token.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class Step:
     routes: the experts that tokens are sent to, -1 where unknown, int[B, T, R, k] by path of the
     layer; inside a layer
         its own int[B, T, k]. None: routers choose.
-    layer_embeddings: the embeddings for each layer, [L, B, T, n] for L layers; inside a layer its
+    layer_embeddings: the embeddings for each layer, [L, B, T, n]; inside a layer its
     own [B, T, n]. shared: the keys and values that layers before this one keep
     (policy/layers/shared_keys.py), by name. selection: int32[B, T, k], the keys that the nearest
     indexer with `keeps` chose (policy/layers/shared_index.py).

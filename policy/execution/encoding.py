@@ -5,8 +5,8 @@ one of few numbers (`padded_inputs`: 64, 128, 256, ... unless its tower has one 
 takes a fixed number of items. The same item always meets the same program, so the bits of its rows
 depend on no other item. Programs write into a table of a fixed number of rows.
 
-R items of a program, G calls of it, N inputs of an item after padding, K numbers of an input, m
-rows of an item after padding, M rows of the table, E hidden, D layers with deepstack features.
+I items of a call, G calls of a program, N inputs of an item after padding, K numbers of an input, m
+rows of an item after padding, M rows of the table, E hidden, L layers with deepstack features.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ rows."""
 class PaddedInputs:
     """Items of one kind and size, padded, for G calls of one program.
 
-    values: float32[G, R, N, K]. shapes: int32[G, R, 2]. targets: int32[G, R, m], the row of the
+    values: float32[G, I, N, K]. shapes: int32[G, I, 2]. targets: int32[G, I, m], the row of the
     table that each row of an item goes to; M: none.
     """
 
@@ -64,7 +64,7 @@ class MediaEncoder:
         self._layout = graph.layout
 
     def items_per_call(self, N: int) -> int:
-        """Returns R, a multiple of the parts into which the mesh cuts a batch."""
+        """Returns I, a multiple of the parts into which the mesh cuts a batch."""
         shards = self._layout.num_row_shards
         return -(-max(1, INPUTS // N) // shards) * shards
 
@@ -118,12 +118,12 @@ class MediaEncoder:
     def _no_inputs(self, kind: Kind, N: int, G: int, M: int) -> PaddedInputs:
         """Returns inputs of G calls without an item, each with room for as many items of N inputs
         as a call takes. M: as a target, no row of the table."""
-        R = self.items_per_call(N)
+        I = self.items_per_call(N)
         return PaddedInputs(
             kind,
-            np.zeros((G, R, N, self.spec(kind).input_width), np.float32),
-            np.ones((G, R, 2), np.int32),
-            np.full((G, R, self._padded_rows(kind, N)), M, np.int32),
+            np.zeros((G, I, N, self.spec(kind).input_width), np.float32),
+            np.ones((G, I, 2), np.int32),
+            np.full((G, I, self._padded_rows(kind, N)), M, np.int32),
         )
 
     def _padded_rows(self, kind: Kind, N: int) -> int:
@@ -171,11 +171,11 @@ class MediaEncoder:
         return self.executable.lower(tower_params(params), table, self._abstract_inputs(kind, N))
 
     def _abstract_inputs(self, kind: Kind, N: int) -> PaddedInputs:
-        R = self.items_per_call(N)
+        I = self.items_per_call(N)
         m = self._padded_rows(kind, N)
-        values = jax.ShapeDtypeStruct((1, R, N, self.spec(kind).input_width), jnp.float32)
+        values = jax.ShapeDtypeStruct((1, I, N, self.spec(kind).input_width), jnp.float32)
         return PaddedInputs(
-            kind, values, *(jax.ShapeDtypeStruct((1, R, n), jnp.int32) for n in (2, m))
+            kind, values, *(jax.ShapeDtypeStruct((1, I, n), jnp.int32) for n in (2, m))
         )
 
     def encoded_into(self, params: Params, table: MediaTable, inputs: PaddedInputs) -> MediaTable:
@@ -209,9 +209,9 @@ class MediaEncoder:
 
         return jax.lax.scan(call, zeros, (inputs.values, inputs.shapes, inputs.targets))[0]
 
-    def _encode(self, params: Params, kind: Kind, values_RNK, shapes_R2):
-        values = constrain(values_RNK, ("batch", None, None), self._layout)
-        return self.graph.encode(self._complete(params), kind, values, shapes_R2)
+    def _encode(self, params: Params, kind: Kind, values_INK, shapes_I2):
+        values = constrain(values_INK, ("batch", None, None), self._layout)
+        return self.graph.encode(self._complete(params), kind, values, shapes_I2)
 
     def _complete(self, params: Params) -> dict[str, jax.Array]:
         """Returns the weights of towers with zeros for all others, which no tower reads: in a
@@ -260,16 +260,16 @@ def tower_params(params: Mapping[str, T]) -> dict[str, T]:
     return {path: array for path, array in params.items() if is_tower(path)}
 
 
-def _written(table: MediaTable, rows_RmE, deep_DRmE, targets_Rm) -> MediaTable:
-    rows = table.rows.at[targets_Rm].set(rows_RmE.astype(table.rows.dtype), mode="drop")
-    if table.deep is None or deep_DRmE is None:  # sounds have no features: their rows stay 0
+def _written(table: MediaTable, rows_ImE, deep_LImE, targets_Im) -> MediaTable:
+    rows = table.rows.at[targets_Im].set(rows_ImE.astype(table.rows.dtype), mode="drop")
+    if table.deep is None or deep_LImE is None:  # sounds have no features: their rows stay 0
         return MediaTable(rows, table.deep)
     return MediaTable(
-        rows, table.deep.at[:, targets_Rm].set(deep_DRmE.astype(table.deep.dtype), mode="drop")
+        rows, table.deep.at[:, targets_Im].set(deep_LImE.astype(table.deep.dtype), mode="drop")
     )
 
 
-def _taken(grads: MediaTable, targets_Rm, outputs) -> tuple[jax.Array, jax.Array | None]:
+def _taken(grads: MediaTable, targets_Im, outputs) -> tuple[jax.Array, jax.Array | None]:
     """Returns the gradients of these rows, 0 where there is none, for each output of a tower."""
-    take = partial(jnp.take, indices=targets_Rm, mode="fill", fill_value=0)
+    take = partial(jnp.take, indices=targets_Im, mode="fill", fill_value=0)
     return take(grads.rows, axis=0), None if outputs[1] is None else take(grads.deep, axis=1)

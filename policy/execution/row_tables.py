@@ -7,7 +7,8 @@ gradient with respect to these rows; only the host sums it into the table's shap
 result of one host computation to another through the device. So each host computation that needs
 the gradient sums it again, and no array as large as a table is on the device.
 
-M calls, R repeats of a stack, B rows of tokens, T tokens, H heads, D numbers in a row of a table.
+G calls of a program, R repeats of a stack, B rows of tokens, T tokens, H heads, D numbers in a row
+of a table.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from policy.ops.host_memory import to_host
 @dataclass(frozen=True)
 class RowGradient:
     """The gradient of a table of `shape` [R, rows, D], or [rows, D] with R = 1, with respect to the
-    rows that M calls read.
+    rows that G calls read.
 
-    rows: int32[M, R, B, T, H]. row_grads: [M, R, B, T, H, D], the gradient of each row read. A
-    single call has no axis M.
+    rows: int32[G, R, B, T, H]. row_grads: [G, R, B, T, H, D], the gradient of each row read. A
+    single call has no axis G.
     A row that was read several times occurs several times.
     """
 

@@ -1,7 +1,7 @@
 """Experts with a limited capacity: each takes a bounded number of tokens of a row (arXiv
 2006.16668, section 2.2).
 
-B rows, T tokens, K = k choices per token, M = T k choices of a row, X experts.
+B rows, T tokens, K = k choices per token, J = T k choices of a row, X experts.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ def within_capacity(experts_BTK: jax.Array, experts: int, factor: float) -> jax.
     Earlier tokens of a row go first, and earlier choices of a token.
     """
     B, T, k = experts_BTK.shape
-    chosen_BM = experts_BTK.reshape(B, T * k)
-    order = jnp.argsort(chosen_BM, axis=1, stable=True)
-    grouped = jnp.take_along_axis(chosen_BM, order, axis=1)
+    chosen_BJ = experts_BTK.reshape(B, T * k)
+    order = jnp.argsort(chosen_BJ, axis=1, stable=True)
+    grouped = jnp.take_along_axis(chosen_BJ, order, axis=1)
     index = jnp.broadcast_to(jnp.arange(T * k), (B, T * k))
     starts = jnp.pad(grouped[:, 1:] != grouped[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     place_in_order = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
-    place_BM = (
+    place_BJ = (
         jnp.zeros_like(index)
         .at[jnp.arange(B)[:, None], order]
         .set(place_in_order, unique_indices=True)
     )
-    kept = place_BM < capacity(T, k, experts, factor)
-    return jnp.where(kept, chosen_BM, experts).reshape(B, T, k)
+    kept = place_BJ < capacity(T, k, experts, factor)
+    return jnp.where(kept, chosen_BJ, experts).reshape(B, T, k)

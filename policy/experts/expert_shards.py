@@ -1,7 +1,8 @@
 """How the tokens and experts of one call are cut over a mesh, and how many rows a device has room
 for.
 
-X experts, k choices per token, N tokens of one device, E hidden, p devices along the axis `expert`.
+B rows, T tokens, N tokens of one device, k choices per token, X experts, E hidden, p devices along
+the axis `expert`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ token.
 Small batches go through every expert instead. The steps are separate functions, so that a schedule
 can put the collectives of one part of a batch between the products of another.
 
-N tokens, K = k experts per token, G experts on the device, M rows, E hidden, F expert width.
+N tokens, K = k experts per token, G experts on the device, M rows of the sorted layout, E hidden, F
+width of an expert.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ group's weights.
 A choice of G or more names a group of another device, or none. It has no row and adds nothing. The
 content of unused rows reaches neither a result nor a gradient.
 
-N tokens, K = k choices each, G groups (experts), M rows of the sorted layout, E hidden, F width.
+N tokens, K = k choices each, G groups (experts), M rows of the sorted layout, E hidden, F width
+of an expert.
 """
 
 from __future__ import annotations

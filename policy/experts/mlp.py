@@ -1,5 +1,8 @@
 """Dense feed-forwards. Like every feed-forward they map (x, step, runtime) to (x, LayerAux); the
-LayerAux is empty."""
+LayerAux is empty.
+
+E hidden, F width of the feed-forward.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +40,18 @@ def gated(gate: jax.Array, up: jax.Array, spec: Mlp | Moe) -> jax.Array:
 
 
 class FeedForward(nnx.Module):
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate. Weights [E, I] and [I, E]."""
+    """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate. Weights [E, F] and [F, E]."""
 
     def __init__(self, spec: Mlp, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
         E = config.hidden_size
-        I = spec.width
+        F = spec.width
         init = normal(config.initializer_range)
         for name in self._inputs:
-            setattr(self, f"{name}_proj", weight(rngs, (E, I), ("embed", "mlp"), init, inputs=(0,)))
+            setattr(self, f"{name}_proj", weight(rngs, (E, F), ("embed", "mlp"), init, inputs=(0,)))
             if spec.bias:
-                setattr(self, f"{name}_bias", weight(rngs, (I,), ("mlp",), zeros))
-        self.down_proj = weight(rngs, (I, E), ("mlp", "embed"), init, inputs=(0,))
+                setattr(self, f"{name}_bias", weight(rngs, (F,), ("mlp",), zeros))
+        self.down_proj = weight(rngs, (F, E), ("mlp", "embed"), init, inputs=(0,))
         if spec.bias:
             self.down_bias = weight(rngs, (E,), ("norm",), zeros)
 

@@ -1,5 +1,7 @@
-"""Mixture of experts. B rows, T tokens, N tokens of all rows, k experts per token, X experts, E
-hidden, F expert width.
+"""Mixture of experts.
+
+B rows, T tokens, N tokens of all rows, k experts per token, X experts, E hidden, L latent width, F
+width of an expert.
 """
 
 from __future__ import annotations

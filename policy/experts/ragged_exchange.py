@@ -1,8 +1,8 @@
 """The exchange of rows between the devices along a mesh axis, with a different number of rows for
 each pair of devices.
 
-P devices, G groups per device, X = P G groups, M rows on a device before, R rows after, E elements
-of a row.
+P devices, G groups (experts) per device, X = P G groups, M rows on a device before, R rows after, E
+hidden.
 """
 
 from __future__ import annotations

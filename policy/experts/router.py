@@ -1,8 +1,8 @@
 """Routers choose the experts of each token and their weights. The choice can be balanced and
 replayed.
 
-B rows, T tokens, N tokens of all rows, E hidden, S sequence numbers in a row, X experts, K = k
-experts per token.
+B rows, T tokens, N tokens of all rows, E hidden, V vocabulary, S sequence numbers in a row, X
+experts, K = k experts per token.
 """
 
 from __future__ import annotations

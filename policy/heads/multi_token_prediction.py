@@ -1,8 +1,8 @@
 """Multi-token prediction (arXiv 2412.19437, section 2.2): extra modules predict the tokens after
 the next one.
 
-Module d = 1..depth turns the state of position i and the token at i + d into a state that predicts the
-token at i + d + 1:
+Module d = 1..depth turns the state of position i and the token at i + d into a state that predicts
+the token at i + d + 1:
 
     h^d_i = layer_d(P_d [enorm_d(embedding of token i + d) | hnorm_d(h^(d-1)_i)]),  h^0 the
     decoder's own state

@@ -4,6 +4,8 @@
 2412.19437, section 3.3, in DeepSeek-V4's files with weights of 4-bit floats next to those of 8
 bits; `mxfp4`, microscaling (OCP Microscaling Formats 1.0); or `compressed-tensors`, of which packed
 4-bit integers are read.
+
+O outputs and I inputs of a product.
 """
 
 from __future__ import annotations

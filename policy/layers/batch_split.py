@@ -19,6 +19,7 @@ half thus has a gather and a scatter that overlap products of the other half: ga
 in the forward pass, gather 0 and scatter 1 in the backward pass.
 
 The results equal the plain layer's, up to the order in which gradients of weights are summed.
+
 B rows, T tokens, E hidden, N tokens of a device, p devices along the axis `expert`.
 """
 

@@ -1,8 +1,8 @@
 """Tables of n-gram vectors, looked up by a hash of the last tokens: Engram (arXiv 2601.07372) and
 the per-layer embedding of Qwen4Exp (Qwen4ExpTextPLELayer of transformers).
 
-B rows, T tokens, V vocabulary, E hidden, G streams, N tokens of the longest n-gram, H heads of all
-orders, D numbers that all heads look up for a token, X any size.
+B rows, T tokens, V vocabulary, E hidden, G streams, H heads of all orders, J numbers that all heads
+look up for a token, X any size.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class History:
 class NgramLookup(nnx.Module):
     """An n-gram table with the gate and convolution of its values.
 
-    Weights: table [rows, head_dim]; key_proj [G, D, E]; value_proj [D, E]; key_norm, query_norm,
+    Weights: table [rows, head_dim]; key_proj [G, J, E]; value_proj [J, E]; key_norm, query_norm,
     conv_norm [G, E]; conv [kernel, G, E]; and if configured key_bias [G, E], value_bias [E],
     outer_norm [E], and classes int32[V], the class of each token. `table` may hold the rows that
     the tokens of a call without a cache look up, [B, T, H, head_dim], instead of the table. Without
@@ -92,16 +92,16 @@ class NgramLookup(nnx.Module):
         self.spec = spec
         G = 1 if config.hyper_connections is None else config.hyper_connections.streams
         E = config.hidden_size
-        D = len(spec.rows) * spec.head_dim
+        J = len(spec.rows) * spec.head_dim
         init = normal(config.initializer_range)
         self.table = weight(
             rngs, (spec.table_rows, spec.head_dim), (None, "engram_row"), init, RowTable
         )
         self.key_proj = weight(
-            rngs, (G, D, E), (None, "engram_dim", "embed"), init, inputs=(1,), quantizable=False
+            rngs, (G, J, E), (None, "engram_dim", "embed"), init, inputs=(1,), quantizable=False
         )
         self.value_proj = weight(
-            rngs, (D, E), ("engram_dim", "embed"), init, inputs=(0,), quantizable=False
+            rngs, (J, E), ("engram_dim", "embed"), init, inputs=(0,), quantizable=False
         )
         if spec.bias:
             self.key_bias = weight(rngs, (G, E), (None, None), zeros)
@@ -135,9 +135,9 @@ class NgramLookup(nnx.Module):
         ):  # otherwise the rows were read before the call (policy/execution/row_tables.py)
             classes = None if spec.ids is None else self.classes[...]
             vectors = look_up(vectors, ngram_rows(spec, classes, step, history), x.dtype, runtime)
-        vectors_BTD = vectors.reshape(*step.tokens.shape, -1)
-        key = jnp.einsum("btd,gde->btge", vectors_BTD, self.key_proj[...].astype(x.dtype))
-        value = jnp.einsum("btd,de->bte", vectors_BTD, self.value_proj[...].astype(x.dtype))
+        vectors_BTJ = vectors.reshape(*step.tokens.shape, -1)
+        key = jnp.einsum("btj,gje->btge", vectors_BTJ, self.key_proj[...].astype(x.dtype))
+        value = jnp.einsum("btj,je->bte", vectors_BTJ, self.value_proj[...].astype(x.dtype))
         if spec.bias:
             key = key + self.key_bias[...].astype(x.dtype)
             value = value + self.value_bias[...].astype(x.dtype)
@@ -156,11 +156,11 @@ class NgramLookup(nnx.Module):
     def _convolved(
         self, value_BTGE: jax.Array, documents_BT: jax.Array, step: Step, history: History
     ) -> jax.Array:
-        """Computes sum_w conv[w] r(t - (W - 1 - w) N) for the normed values r, float32[B, T, G, E];
-        t counts along the path in trees."""
+        """Computes the convolution of the normed values, with taps as many tokens apart as the
+        longest n-gram has: float32[B, T, G, E]. In trees tokens count along the path."""
         spec = self.spec
         shape = value_BTGE.shape
-        N = len(spec.multipliers)
+        order = len(spec.multipliers)
         normed = jnp.where(
             history.real[..., None, None],
             stream_norm(value_BTGE, self.conv_norm[...], spec.conv_norm),
@@ -169,9 +169,9 @@ class NgramLookup(nnx.Module):
         inputs = normed.astype(value_BTGE.dtype).reshape(*shape[:2], -1)
         kernel = self.conv[...].astype(jnp.float32).reshape(spec.kernel_size, -1).T[None]
         if step.tree is not None:
-            return convolve_paths(inputs[:, None], kernel, step.tree, N).reshape(shape)
+            return convolve_paths(inputs[:, None], kernel, step.tree, order).reshape(shape)
         inputs = history.before("ngram_conv", inputs, spec.history)
-        return convolve(inputs[:, None], kernel, documents_BT, N).reshape(shape)
+        return convolve(inputs[:, None], kernel, documents_BT, order).reshape(shape)
 
 
 def set_classes(params: dict[str, jax.Array], classes: np.ndarray) -> dict[str, jax.Array]:
@@ -202,18 +202,18 @@ def ngram_rows(
     history = History(None, step.segments != 0, False) if history is None else history
     assert step.tokens is not None
     documents_BT = number_documents(step.segments)
-    N = len(spec.multipliers)
+    order = len(spec.multipliers)
     T = step.tokens.shape[1]
     classes_BT = step.tokens if classes_V is None else classes_V[step.tokens]
     ids = jnp.where(history.real, classes_BT + 1, 0)  # from 1, as 0 in an empty cache is no token
     if step.tree is not None:
-        shifted = [ids, *(entries_before(ids, step.tree, times) for times in range(1, N))]
+        shifted = [ids, *(entries_before(ids, step.tree, times) for times in range(1, order))]
         return table_rows(spec, [jnp.where(each > 0, each - 1, spec.pad_id) for each in shifted])
-    ids = history.before("ngram_ids", ids[..., None], N - 1)
-    sources = jnp.pad(documents_BT, ((0, 0), (N - 1, 0)))
+    ids = history.before("ngram_ids", ids[..., None], order - 1)
+    sources = jnp.pad(documents_BT, ((0, 0), (order - 1, 0)))
     shifted = []
-    for j in range(N):
-        back = slice(N - 1 - j, N - 1 - j + T)
+    for j in range(order):
+        back = slice(order - 1 - j, order - 1 - j + T)
         seen = (sources[:, back] == documents_BT) & (ids[:, back, 0] > 0)
         shifted.append(jnp.where(seen, ids[:, back, 0] - 1, spec.pad_id))
     return table_rows(spec, shifted)

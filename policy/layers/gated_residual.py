@@ -2,7 +2,7 @@
 token, which every part of a layer reads through a norm and a gate for each number, and to which it
 adds its output with a gate for each stream.
 
-B rows, T tokens, G streams, E hidden, R rank of the gates of reading.
+B rows, T tokens, G streams, E hidden, Q rank of the gates of reading.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from policy.ops.parameter import normal, weight, zeros
 
 class StreamReader(nnx.Module):
     """Reads the streams x [B, T, G, E] as one vector: mean_g(s_g * n_g) with n_g the zero-centred
-    norm of x_g and s = sigmoid(U silu(D n / G)).
+    norm of x_g and s = sigmoid(up silu(down n / G)).
 
-    Weights: norm [G, E]; down [G, E, R]; up [R, G, E]. The norm is float32, the gates are in the
+    Weights: norm [G, E]; down [G, E, Q]; up [Q, G, E]. The norm is float32, the gates are in the
     dtype of x.
     """
 
@@ -29,15 +29,15 @@ class StreamReader(nnx.Module):
         self.config = _settings(config)
         G = self.config.streams
         E = config.hidden_size
-        R = self.config.rank
+        Q = self.config.rank
         init = normal(config.initializer_range)
         self._norm = Norm(self.config.norm_eps, "zero_centred")
         self.norm = weight(rngs, (G, E), (None, "norm"), zeros)
         self.down = weight(
-            rngs, (G, E, R), (None, "embed", None), init, inputs=(0, 1), quantizable=False
+            rngs, (G, E, Q), (None, "embed", None), init, inputs=(0, 1), quantizable=False
         )
         self.up = weight(
-            rngs, (R, G, E), (None, None, "embed"), init, inputs=(0,), quantizable=False
+            rngs, (Q, G, E), (None, None, "embed"), init, inputs=(0,), quantizable=False
         )
 
     def __call__(self, x_BTGE: jax.Array) -> tuple[jax.Array, jax.Array]:

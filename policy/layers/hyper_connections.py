@@ -1,7 +1,7 @@
 """Manifold-constrained hyper-connections (arXiv 2512.24880): G residual streams that every part of
 a layer reads as a weighted sum and writes back, while a doubly stochastic matrix mixes them.
 
-B rows, T tokens, G streams, E hidden, K numbers of a mapping.
+B rows, T tokens, G streams, E hidden, Z numbers of a mapping.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def _settings(config: DecoderConfig) -> HyperConnections:
 
 
 class Mapping(nnx.Module):
-    """Computes K numbers for each token, in `parts` with a scale each: scale (RMS(x) W) + bias,
+    """Computes Z numbers for each token, in `parts` with a scale each: scale (RMS(x) W) + bias,
     float32.
 
-    Weights: weight [G, E, K]; bias [K]; scale, one for each part; norm [G, E] if configured.
+    Weights: weight [G, E, Z]; bias [Z]; scale, one for each part; norm [G, E] if configured.
     """
 
     def __init__(self, parts: tuple[int, ...], config: DecoderConfig, rngs: nnx.Rngs):
@@ -43,44 +43,44 @@ class Mapping(nnx.Module):
         self.eps = settings.norm_eps
         G = settings.streams
         E = config.hidden_size
-        K = sum(parts)
+        Z = sum(parts)
         self.weight = weight(
             rngs,
-            (G, E, K),
+            (G, E, Z),
             (None, "embed", None),
             normal(config.initializer_range),
             inputs=(0, 1),
             quantizable=False,
         )
-        self.bias = weight(rngs, (K,), (None,), zeros)
+        self.bias = weight(rngs, (Z,), (None,), zeros)
         self.scale = weight(rngs, (len(parts),), (None,), jax.nn.initializers.constant(FIRST_SCALE))
         self.norm = weight(rngs, (G, E), (None, "norm"), ones) if settings.norm_weight else None
 
     def __call__(self, x_BTGE: jax.Array) -> list[jax.Array]:
-        """Returns float32[k, B, T] for each part. With tokens last, vector registers are full for
-        any G."""
+        """Returns the numbers of each part, float32[..., B, T]. With tokens last, vector
+        registers are full for any G."""
         x = x_BTGE.astype(jnp.float32)
         w = self.weight[...].astype(jnp.float32)
         if self.norm is not None:
             w = w * self.norm[...].astype(jnp.float32)[..., None]
         # The norm divides the few results instead of x, which avoids a normed float32 copy of all
         # streams.
-        out_KBT = einsum("btge,gek->kbt", x, w, precision="highest")
-        out_KBT = out_KBT * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=(2, 3)) + self.eps)
+        out_ZBT = einsum("btge,gez->zbt", x, w, precision="highest")
+        out_ZBT = out_ZBT * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=(2, 3)) + self.eps)
         scale, bias = (each[...].astype(jnp.float32) for each in (self.scale, self.bias))
-        out_KBT = (
-            out_KBT * jnp.repeat(scale, np.array(self.parts))[:, None, None] + bias[:, None, None]
+        out_ZBT = (
+            out_ZBT * jnp.repeat(scale, np.array(self.parts))[:, None, None] + bias[:, None, None]
         )
-        return jnp.split(out_KBT, np.cumsum(self.parts)[:-1])
+        return jnp.split(out_ZBT, np.cumsum(self.parts)[:-1])
 
 
 class HyperConnection(nnx.Module):
     """Connects one part F of a layer to the streams x [B, T, G, E], with the interface of
     policy/layers/residual.py:
 
-    x'_m = post_m F(sum_g pre_g x_g) + sum_k M[k, m] x_k; pre = sigmoid(.) + eps, post = 2
-    sigmoid(.), and M is doubly stochastic. The mappings are float32, the sums over the streams in
-    the dtype of x.
+    x'_m = post_m F(sum_g pre_g x_g) + sum_k mixing[k, m] x_k; pre = sigmoid(.) + eps, post = 2
+    sigmoid(.), and `mixing` is doubly stochastic. The mappings are float32, the sums over the
+    streams in the dtype of x.
     """
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
@@ -90,7 +90,8 @@ class HyperConnection(nnx.Module):
         self.mapping = Mapping((G, G, mixing), config, rngs)
 
     def read(self, x_BTGE: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Returns (input of the part [B, T, E], (post float32[G, B, T], M float32[G, G, B, T]))."""
+        """Returns (input of the part [B, T, E], (post float32[G, B, T], mixing
+        float32[G, G, B, T]))."""
         pre, post, mixing = self.mapping(x_BTGE)
         return _collapse(x_BTGE, jax.nn.sigmoid(pre) + self.config.eps), (
             2 * jax.nn.sigmoid(post),

@@ -1,7 +1,7 @@
 """Embeddings for each layer (Gemma 4): vectors of n numbers that a layer reads besides its residual
 stream.
 
-B rows, T tokens, E hidden, L layers, n = `LayerEmbedding.dim`.
+B rows, T tokens, V vocabulary, E hidden, L layers, n = `LayerEmbedding.dim`.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A layer that keeps its choice reports it as `LayerAux.selection`, and the layers after it find it in
 `Step.selection`: columns of the row, of its cache if there is one, -1 where there are fewer. All
 layers see the same columns. The choice never passes from one repeat of a stack to the next.
+
+R repeats of a stack.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layouts: a mesh, the rules that map logical axes to its axes, and helpers that constrain
 activations.
 
-B rows, T tokens, V vocabulary, E hidden.
+B rows, T tokens, V vocabulary, E hidden, H heads, D head dimension.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Dropout whose bits depend only on the row, the layer and the place in the layer: not on
 micro-batches, on the sharding of rows, or on whether layers are scanned.
 
-B rows, T tokens, E hidden.
+B rows, T tokens, X any size.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def row_seeds(seed: int, update: jax.Array, rows: int) -> jax.Array:
     )
 
 
-def drop(x_BTE: jax.Array, dropout: Dropout | None, place: int = 0) -> jax.Array:
+def drop(x_BTX: jax.Array, dropout: Dropout | None, place: int = 0) -> jax.Array:
     """Drops elements of x; `place` numbers the dropouts of one layer."""
     if dropout is None or dropout.rate == 0.0:
-        return x_BTE
+        return x_BTX
     if in_explicit_mode():
         return cast(
-            jax.Array, auto_axes(partial(drop, place=place), spec_of(x_BTE), x_BTE, dropout)
+            jax.Array, auto_axes(partial(drop, place=place), spec_of(x_BTX), x_BTX, dropout)
         )
 
     def keep(seed):
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), dropout.layer + 1), place)
-        return jax.random.bernoulli(key, 1.0 - dropout.rate, x_BTE.shape[1:])
+        return jax.random.bernoulli(key, 1.0 - dropout.rate, x_BTX.shape[1:])
 
     kept = jax.vmap(keep)(dropout.seeds)
     kept = kept if dropout.places is None else kept[:, dropout.places[0]]
-    return jnp.where(kept, x_BTE / (1.0 - dropout.rate), 0).astype(x_BTE.dtype)
+    return jnp.where(kept, x_BTX / (1.0 - dropout.rate), 0).astype(x_BTX.dtype)

@@ -3,7 +3,7 @@
 They serve TPUs on which XLA has no kernel for `jax.lax.ragged_dot`: there XLA multiplies all rows
 with the weights of every group. `jax.lax.ragged_dot` is their oracle.
 
-M rows, E inputs, F outputs, G groups.
+M rows, E inputs of a product, F outputs, G groups of rows (experts).
 """
 
 from __future__ import annotations

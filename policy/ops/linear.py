@@ -11,7 +11,7 @@ a rule, by quantised activations. In decoding on CPU it is a `Projection`, store
 (policy/ops/projection.py). In decoding on TPU the weights of experts are `StackedWeight`s, which a
 kernel reads in place (policy/ops/stacked.py).
 
-M rows, K inputs of a product; with groups of rows (experts) G groups, E inputs, F outputs.
+M rows, E inputs of a product, F outputs, G groups of rows (experts).
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ def _by_rows(equation: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     XLA's CPU backend transposes them, and all that is fused into them, before it computes the
     gradient of the weight: a third of the time of a small update (docs/decisions.md)."""
     rows, inputs, outputs = _letters(equation)
-    K = math.prod(weight.shape[: len(inputs)])
+    E = math.prod(weight.shape[: len(inputs)])
     outs = weight.shape[len(inputs) :]
     if equation.split(",")[1].split("->")[0] != inputs + outputs:
         return jnp.einsum(equation, x, weight)
-    return _through(equation, x, outs, lambda x_MK: x_MK @ weight.reshape(K, -1))
+    return _through(equation, x, outs, lambda x_ME: x_ME @ weight.reshape(E, -1))
 
 
 def _project(equation: str, x: jax.Array, weight: Projection) -> jax.Array:
@@ -122,8 +122,8 @@ def _project(equation: str, x: jax.Array, weight: Projection) -> jax.Array:
 def _through(
     equation: str, x: jax.Array, outs: tuple[int, ...], product: Callable[[jax.Array], jax.Array]
 ) -> jax.Array:
-    """Computes `equation` by `product`, which maps [M, K] to [M, N]; `outs` are the dimensions of
-    N."""
+    """Computes `equation` by `product`, which maps [M, E] to [M, F]; `outs` are the dimensions of
+    F."""
     letters = equation.split(",")[0]
     out = equation.split("->")[1]
     rows, inputs, outputs = _letters(equation)

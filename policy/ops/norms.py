@@ -1,6 +1,6 @@
 """Norms over the last dimension.
 
-D numbers over which a norm is taken.
+S streams, X numbers of the last dimension.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ class RMSNorm(nnx.Module):
 
 
 @jax.custom_vjp
-def _scaled(y: jax.Array, weight_D: jax.Array) -> jax.Array:
+def _scaled(y: jax.Array, weight_X: jax.Array) -> jax.Array:
     """Returns y * weight. The gradient of the weight is one sum over all other dimensions.
     Automatic differentiation leaves those of size 1 out of the sum, which XLA on CPU then computes
     several times slower (docs/decisions.md)."""
-    return y * weight_D
+    return y * weight_X
 
 
 def _scaled_backward(
     saved: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    y, weight_D = saved
-    return g * weight_D, jnp.sum(g * y, axis=tuple(range(y.ndim - 1)))
+    y, weight_X = saved
+    return g * weight_X, jnp.sum(g * y, axis=tuple(range(y.ndim - 1)))
 
 
-_scaled.defvjp(lambda y, weight_D: (y * weight_D, (y, weight_D)), _scaled_backward)
+_scaled.defvjp(lambda y, weight_X: (y * weight_X, (y, weight_X)), _scaled_backward)
 
 
 def stream_norm(x: jax.Array, scale: jax.Array, config: Norm) -> jax.Array:
-    """Computes the root-mean-square norm of each of several streams x [..., G, E] with a weight [G,
-    E] of its own; float32."""
+    """Computes the root-mean-square norm of each of several streams x [..., S, X] with a weight [S,
+    X] of its own; float32."""
     x = x.astype(jnp.float32)
     w = scale.astype(jnp.float32)
     w = 1.0 + w if config.scale == "zero_centred" else w

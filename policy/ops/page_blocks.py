@@ -2,7 +2,8 @@
 
 The programs of the kernel run one after the other: program i computes head i % K of row i // K.
 
-B rows, K heads, M pages of a row, N pages of a pool, P tokens of a page, D numbers of an entry.
+B rows, K key-value heads, D head dimension, L pages of a row, N pages of a pool, P tokens of a
+page.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class OnlineSoftmax(NamedTuple):
 class PageBlocks:
     """The pages of the rows of a kernel, as references of Pallas.
 
-    table: int32[B M], where the pages of each row lie. pools: [K, N, P, D] each, in HBM. scratch:
+    table: int32[B L], where the pages of each row lie. pools: [K, N, P, D] each, in HBM. scratch:
     of `scratch_shapes`. is_seen(row, page): whether a row sees an entry of its page number `page`;
     other pages are not read.
     """

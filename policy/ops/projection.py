@@ -1,7 +1,7 @@
 """Copies of weights for fast decoding on CPU: small ones are joined if they read the same input,
 large ones are transposed (policy/execution/decoding.py makes them).
 
-K inputs of a product, N outputs, M rows.
+M rows, E inputs of a product, F outputs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 # Weights that read the same input and have so many numbers together (1 MiB: the second-level cache
-# of a core) are stored as [N, K], one each; fewer numbers are joined to one [K, N]. For two rows or
-# more, XLA on CPU packs a [K, N] matrix again at every call; it reads [N, K] in place if that is
+# of a core) are stored as [F, E], one each; fewer numbers are joined to one [E, F]. For two rows or
+# more, XLA on CPU packs an [E, F] matrix again at every call; it reads [F, E] in place if that is
 # the left factor, which is 20 to 30% faster (docs/decisions.md). Small weights, and one row, gain
 # nothing.
 LARGE = 1 << 18
@@ -24,8 +24,8 @@ LARGE = 1 << 18
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Projection:
-    """A weight [*inputs, *outputs] as n columns of `matrix` [K, N], from `start` on. If
-    `transposed`, `matrix` is the weight alone, [N, K], and `start` is 0. K is the product of
+    """A weight [*inputs, *outputs] as n columns of `matrix` [E, F], from `start` on. If
+    `transposed`, `matrix` is the weight alone, [F, E], and `start` is 0. E is the product of
     `inputs`, n the product of `outputs`."""
 
     matrix: jax.Array
@@ -36,20 +36,20 @@ class Projection:
 
     def __getitem__(self, at: EllipsisType | jax.Array) -> Projection | jax.Array:
         """`[...]` returns the projection itself, as a parameter of nnx returns its array. Other
-        indices look up rows of a table [N, K]: an embedding that is the head as well."""
+        indices look up rows of a table [F, E]: an embedding that is the head as well."""
         return self if at is ... else self.matrix[at]
 
-    def product(self, x_MK: jax.Array) -> jax.Array:
+    def product(self, x_ME: jax.Array) -> jax.Array:
         """Computes x @ weight, [M, n] in x's dtype: the product with all of `matrix`, and its
         columns. XLA computes equal products of joined weights once."""
-        matrix = self.matrix.astype(x_MK.dtype)
-        if self.transposed and x_MK.shape[0] > 1:
+        matrix = self.matrix.astype(x_ME.dtype)
+        if self.transposed and x_ME.shape[0] > 1:
             # Without the barriers XLA folds the transpositions into the product, which is then as
-            # slow as [K, N].
-            y_MN = _barrier(matrix @ _barrier(x_MK.T)).T
+            # slow as [E, F].
+            y_MF = _barrier(matrix @ _barrier(x_ME.T)).T
         else:
-            y_MN = jnp.einsum("mk,nk->mn" if self.transposed else "mk,kn->mn", x_MK, matrix)
-        return y_MN[:, self.start : self.start + math.prod(self.outputs)]
+            y_MF = jnp.einsum("me,fe->mf" if self.transposed else "me,ef->mf", x_ME, matrix)
+        return y_MF[:, self.start : self.start + math.prod(self.outputs)]
 
 
 def _barrier(x: jax.Array) -> jax.Array:
@@ -61,7 +61,7 @@ def _barrier(x: jax.Array) -> jax.Array:
 class DecodingMatrices:
     """Weights [*inputs, *outputs] that read the same input, as float32 matrices.
 
-    matrices: one [N, K] for each weight if they are `transposed`, else one [K, N] of all weights,
+    matrices: one [F, E] for each weight if they are `transposed`, else one [E, F] of all weights,
     so that one operation is started instead of several.
     paths: the paths of the weights. outputs: the output dimensions of each.
     """

@@ -17,7 +17,7 @@ the gradients in x and w ignore the rounding and use the same q(x) and q(w), and
 gradient g of y: dx = q(g s_w) q(w), dw = q(g s_x) q(x). q(x) and q(w) have the name "quantization"
 for remat policies.
 
-M rows, G groups of rows (experts), E inputs, F outputs.
+M rows, E inputs of a product, F outputs, G groups of rows (experts).
 """
 
 from __future__ import annotations

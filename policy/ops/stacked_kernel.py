@@ -4,7 +4,8 @@ kernel.
 It serves decoding, where few rows meet many weights: each weight of the layer is read once, in
 place, and all rows stay in VMEM. `jax.lax.ragged_dot` over a slice of the stack is its oracle.
 
-M rows, E inputs, F outputs, G groups, R repeats of a stack, H = E / 2.
+M rows, E inputs of a product, J = E / 2, F outputs, G groups of rows (experts), R repeats of a
+stack.
 """
 
 from __future__ import annotations
@@ -129,39 +130,39 @@ def halves(rows_ME: jax.Array) -> jax.Array:
     return rows_ME.reshape(len(rows_ME), 2, -1)
 
 
-def joined(rows_M2H: jax.Array, layout: Layout | None, interpret: bool = False) -> jax.Array:
+def joined(rows_M2J: jax.Array, layout: Layout | None, interpret: bool = False) -> jax.Array:
     """Returns the rows [M, E] of `halves`. On TPU a kernel reads them once and leaves them in VMEM.
 
     XLA would write the same to HBM and read it again.
     """
-    M, _, H = rows_M2H.shape
+    M, _, J = rows_M2J.shape
     fits = (
-        rows_M2H.dtype == jnp.bfloat16
-        and H % LANES == 0
+        rows_M2J.dtype == jnp.bfloat16
+        and J % LANES == 0
         and M % TILE == 0
-        and 4 * M * H <= VMEM // 4
+        and 4 * M * J <= VMEM // 4
     )
     if not interpret and not (has_vmem(layout) and fits):
-        return rows_M2H.reshape(M, 2 * H)
-    return cast(jax.Array, _JOINED.bind(rows_M2H, interpret=interpret))
+        return rows_M2J.reshape(M, 2 * J)
+    return cast(jax.Array, _JOINED.bind(rows_M2J, interpret=interpret))
 
 
-def _join(rows_M2H: jax.Array, *, interpret: bool) -> jax.Array:
-    M, _, H = rows_M2H.shape
+def _join(rows_M2J: jax.Array, *, interpret: bool) -> jax.Array:
+    M, _, J = rows_M2J.shape
 
     def kernel(halves, rows):
-        rows[:, :H] = halves[:, 0, :]
-        rows[:, H:] = halves[:, 1, :]
+        rows[:, :J] = halves[:, 0, :]
+        rows[:, J:] = halves[:, 1, :]
 
     return pl.pallas_call(
         kernel,
         grid=(M // TILE,),
-        in_specs=[pl.BlockSpec((TILE, 2, H), lambda i: (i, 0, 0))],
-        out_specs=pl.BlockSpec((TILE, 2 * H), lambda i: (i, 0)),
-        out_shape=_in_vmem((M, 2 * H), rows_M2H.dtype, interpret),
+        in_specs=[pl.BlockSpec((TILE, 2, J), lambda i: (i, 0, 0))],
+        out_specs=pl.BlockSpec((TILE, 2 * J), lambda i: (i, 0)),
+        out_shape=_in_vmem((M, 2 * J), rows_M2J.dtype, interpret),
         interpret=interpret,
         name="join_halves",
-    )(rows_M2H)
+    )(rows_M2J)
 
 
 def _in_vmem(shape: tuple[int, ...], dtype: jnp.dtype, interpret: bool):

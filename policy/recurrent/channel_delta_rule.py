@@ -10,7 +10,7 @@ One factor e^-(g_1 + ... + g_j) for all of a chunk would overflow, so a chunk co
 Across blocks the exponent is cut where the later block begins: both factors are at most 1. Inside a
 block, the decays of all pairs are computed.
 
-B rows, T tokens, K heads, G = 1, D and V dimensions of keys and values, N chunks of C tokens, I
+B rows, T tokens, K key heads, G = 1, D and V dimensions of keys and values, N chunks of C tokens, I
 tokens of a block, X any number.
 """
 

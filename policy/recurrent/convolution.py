@@ -1,7 +1,7 @@
 """Causal depthwise convolutions over the tokens of each sequence, with a kernel of W taps,
 `dilation` tokens apart, and the inputs that a cache keeps of them.
 
-B rows, K groups of J channels, T tokens.
+B rows, K key heads of J channels, T tokens, W taps.
 """
 
 from __future__ import annotations

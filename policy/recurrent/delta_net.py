@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -29,7 +30,7 @@ from policy.mesh.explicit import in_explicit_mode, over_devices, reshard_like, s
 from policy.mesh.sharding import from_cache, to_cache
 from policy.ops.linear import linear
 from policy.ops.norms import RMSNorm
-from policy.ops.parameter import normal, ones, split_module, weight
+from policy.ops.parameter import normal, ones, split_module, weight, zeros
 from policy.recurrent import delta_rule
 from policy.recurrent.convolution import convolve, convolve_paths, last_inputs, with_state
 
@@ -72,21 +73,45 @@ class DeltaNet(nnx.Module):
         G = spec.value_heads // K
         init = normal(config.initializer_range)
         for name, dim in {"q": D, "k": D, "v": G * V, "z": G * V, "b": G, "a": G}.items():
-            array = weight(
-                rngs,
-                (E, K, dim),
-                ("embed", "kv_heads", "kv"),
-                init,
-                inputs=(0,),
-                quantizable=name in "qkvz",
-            )
-            setattr(self, f"{name}_proj", array)
+            self._add_projection(rngs, name, (E, K, dim), init, quantizable=name in "qkvz")
         for name, dim in {"q": D, "k": D, "v": G * V}.items():
-            setattr(self, f"{name}_conv", weight(rngs, (K, dim, W), ("kv_heads", "kv", None), init))
+            self._add_convolution(rngs, name, (K, dim, W), init)
         self.A_log = weight(rngs, (K, G), ("kv_heads", None), log_uniform)
         self.dt_bias = weight(rngs, (K, G), ("kv_heads", None), ones)
         self.norm = RMSNorm(V, spec.norm, rngs)
         self.o_proj = weight(rngs, (K, G * V, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
+
+    def _add_projection(
+        self,
+        rngs: nnx.Rngs,
+        name: str,
+        shape_EKX: tuple[int, int, int],
+        init: Initializer,
+        *,
+        quantizable: bool = True,
+        bias: bool = False,
+    ) -> None:
+        """Declares NAME_proj [E, K, X] of the input and, with `bias`, NAME_bias [K, X]."""
+        axes = ("embed", "kv_heads", "kv")
+        array = weight(rngs, shape_EKX, axes, init, inputs=(0,), quantizable=quantizable)
+        setattr(self, f"{name}_proj", array)
+        if bias:
+            setattr(self, f"{name}_bias", weight(rngs, shape_EKX[1:], axes[1:], zeros))
+
+    def _add_convolution(
+        self,
+        rngs: nnx.Rngs,
+        name: str,
+        shape_KXW: tuple[int, int, int],
+        init: Initializer,
+        *,
+        bias: bool = False,
+    ) -> None:
+        """Declares NAME_conv [K, X, W] and, with `bias`, NAME_conv_bias [K, X]."""
+        axes = ("kv_heads", "kv", None)
+        setattr(self, f"{name}_conv", weight(rngs, shape_KXW, axes, init))
+        if bias:
+            setattr(self, f"{name}_conv_bias", weight(rngs, shape_KXW[:2], axes[:2], zeros))
 
     def __call__(
         self, x_BTE: jax.Array, step: Step, cache: LayerCache | None, runtime: Runtime

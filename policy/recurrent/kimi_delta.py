@@ -1,7 +1,7 @@
 """Kimi Delta Attention (arXiv 2510.26692): a gated delta net whose state decays by a number for
 each key channel.
 
-B rows, T tokens, E hidden, H heads of D dimensions, W width of the convolution.
+B rows, T tokens, E hidden, K heads, D dimension of keys and values, W width of the convolution.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from policy.recurrent.delta_net import DeltaNet, log_uniform
 
 class KimiDelta(DeltaNet):
     """A Kimi Delta Attention mixer, in the form of DeltaNet with one value head for each key head.
-    Weights: q_proj, k_proj, v_proj [E, H, D]; q_conv, k_conv, v_conv [H, D, W]; b_proj [E, H];
-    f_a_proj, g_a_proj [E, D]; f_b_proj, g_b_proj [D, H, D]; A_log [H]; dt_bias [H, D]; norm [D];
-    o_proj [H, D, E].
+    Weights: q_proj, k_proj, v_proj [E, K, D]; q_conv, k_conv, v_conv [K, D, W]; b_proj [E, K];
+    f_a_proj, g_a_proj [E, D]; f_b_proj, g_b_proj [D, K, D]; A_log [K]; dt_bias [K, D]; norm [D];
+    o_proj [K, D, E].
     """
 
     rule: ClassVar[ModuleType] = channel_delta_rule
@@ -33,17 +33,13 @@ class KimiDelta(DeltaNet):
     def __init__(self, spec: KimiDeltaAttention, config: DecoderConfig, rngs: nnx.Rngs):
         self.spec = spec
         E = config.hidden_size
-        H = spec.heads
+        K = spec.heads
         D = spec.head_dim
         W = spec.conv_width
         init = normal(config.initializer_range)
         for name in "qkv":
-            setattr(
-                self,
-                f"{name}_proj",
-                weight(rngs, (E, H, D), ("embed", "kv_heads", "kv"), init, inputs=(0,)),
-            )
-            setattr(self, f"{name}_conv", weight(rngs, (H, D, W), ("kv_heads", "kv", None), init))
+            self._add_projection(rngs, name, (E, K, D), init)
+            self._add_convolution(rngs, name, (K, D, W), init)
         for name in "fg":
             setattr(
                 self, f"{name}_a_proj", weight(rngs, (E, D), ("embed", None), init, inputs=(0,))
@@ -51,21 +47,21 @@ class KimiDelta(DeltaNet):
             setattr(
                 self,
                 f"{name}_b_proj",
-                weight(rngs, (D, H, D), (None, "kv_heads", "kv"), init, inputs=(0,)),
+                weight(rngs, (D, K, D), (None, "kv_heads", "kv"), init, inputs=(0,)),
             )
         self.b_proj = weight(
-            rngs, (E, H), ("embed", "kv_heads"), init, inputs=(0,), quantizable=False
+            rngs, (E, K), ("embed", "kv_heads"), init, inputs=(0,), quantizable=False
         )
-        self.A_log = weight(rngs, (H,), ("kv_heads",), log_uniform)
-        self.dt_bias = weight(rngs, (H, D), ("kv_heads", None), ones)
+        self.A_log = weight(rngs, (K,), ("kv_heads",), log_uniform)
+        self.dt_bias = weight(rngs, (K, D), ("kv_heads", None), ones)
         self.norm = RMSNorm(D, spec.norm, rngs)
-        self.o_proj = weight(rngs, (H, D, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
+        self.o_proj = weight(rngs, (K, D, E), ("heads", "kv", "embed"), init, inputs=(0, 1))
 
     def _gates(self, x_BTE, real_BT, runtime: Runtime):
-        """Returns (beta float32[B, H, 1, T], g float32[B, H, T, D]): the share of a value that is
+        """Returns (beta float32[B, K, 1, T], g float32[B, K, T, D]): the share of a value that is
         written, and the logarithm of the decay; 0 on padding."""
         beta = jax.nn.sigmoid(
-            jnp.einsum("bte,eh->bht", x_BTE, self.b_proj[...].astype(x_BTE.dtype)).astype(
+            jnp.einsum("bte,ek->bkt", x_BTE, self.b_proj[...].astype(x_BTE.dtype)).astype(
                 jnp.float32
             )
         )
@@ -80,8 +76,8 @@ class KimiDelta(DeltaNet):
         return jax.nn.sigmoid(self._low_rank(x_BTE, "g", runtime))[:, :, None]
 
     def _low_rank(self, x_BTE: jax.Array, name: str, runtime: Runtime) -> jax.Array:
-        """Returns the product of two matrices with x, float32[B, H, T, D]."""
+        """Returns the product of two matrices with x, float32[B, K, T, D]."""
         latent = linear("bte,ed->btd", x_BTE, getattr(self, f"{name}_a_proj")[...], runtime)
         return linear(
-            "btr,rhd->bhtd", latent, getattr(self, f"{name}_b_proj")[...], runtime
+            "btr,rkd->bktd", latent, getattr(self, f"{name}_b_proj")[...], runtime
         ).astype(jnp.float32)

@@ -5,8 +5,8 @@ S_t = e^g_t S_(t-1) + k_t (beta_t v_t)^T; the output is S_t^T q_t. It is the del
 policy/recurrent/delta_rule.py without the value that is taken away, so nothing is solved. The
 functions have the arguments and results of that module.
 
-B rows, T tokens, K groups, G heads of a group, D and V dimensions of keys and values, N chunks of C
-tokens.
+B rows, T tokens, K key heads, G value heads of a key head, D and V dimensions of keys and values, N
+chunks of C tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Mamba-2 (arXiv 2405.21060): a state that decays by a factor computed from each token, with a gate
 and a norm on its output.
 
-B rows, T tokens, E hidden, K groups, G heads of a group, D dimensions of B and C, V dimensions of a
-head, J channels of a group in the convolution, W its width, X any number of channels.
+B rows, T tokens, E hidden, K groups, G heads of a group, D and V dimensions of keys and values (the
+state and the head of the paper), J channels of a group in the convolution, W its width, X any
+number of channels.
 """
 
 from __future__ import annotations
@@ -47,23 +48,11 @@ class Mamba2Mixer(DeltaNet):
         G = spec.heads // K
         init = normal(config.initializer_range)
         for name, dim in {"q": D, "k": D, "v": G * V, "z": G * V, "a": G}.items():
-            array = weight(
-                rngs,
-                (E, K, dim),
-                ("embed", "kv_heads", "kv"),
-                init,
-                inputs=(0,),
-                quantizable=name != "a",
+            self._add_projection(
+                rngs, name, (E, K, dim), init, quantizable=name != "a", bias=spec.bias
             )
-            setattr(self, f"{name}_proj", array)
-            if spec.bias:
-                setattr(self, f"{name}_bias", weight(rngs, (K, dim), ("kv_heads", "kv"), zeros))
         for name, dim in {"q": D, "k": D, "v": G * V}.items():
-            setattr(self, f"{name}_conv", weight(rngs, (K, dim, W), ("kv_heads", "kv", None), init))
-            if spec.conv_bias:
-                setattr(
-                    self, f"{name}_conv_bias", weight(rngs, (K, dim), ("kv_heads", "kv"), zeros)
-                )
+            self._add_convolution(rngs, name, (K, dim, W), init, bias=spec.conv_bias)
         self.A_log = weight(rngs, (K, G), ("kv_heads", None), log_uniform)
         self.D = weight(rngs, (K, G), ("kv_heads", None), ones)
         self.dt_bias = weight(rngs, (K, G), ("kv_heads", None), ones)

@@ -1,7 +1,7 @@
 """What towers share: projections, attention among the inputs of one item, the loop over blocks.
 
 R items, N inputs of an item, K numbers of an input, D width of the tower, H heads, G key-value
-heads, d their dimension, L blocks; of a spectrogram T frames of K frequencies in I channels.
+heads, d their dimension; of a spectrogram N frames of K frequencies in I channels.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class TowerBlock(Projections):
         D = spec.width
         H = spec.heads
         d = spec.head_dim
-        I = spec.mlp_width
+        inner = spec.mlp_width
         self.input_norm = MeanNorm(D, LayerNorm(spec.eps), rngs)
         for name in "qkv":
             self.add(rngs, name, ((D,), (H, d)), (("embed",), ("heads", "kv")), bias=True)
         self.add(rngs, "o", ((H, d), (D,)), (("heads", "kv"), ("embed",)), bias=True)
         self.mlp_norm = MeanNorm(D, LayerNorm(spec.eps), rngs)
-        self.add(rngs, "up", ((D,), (I,)), (("embed",), ("mlp",)), bias=True)
-        self.add(rngs, "down", ((I,), (D,)), (("mlp",), ("embed",)), bias=True)
+        self.add(rngs, "up", ((D,), (inner,)), (("embed",), ("mlp",)), bias=True)
+        self.add(rngs, "down", ((inner,), (D,)), (("mlp",), ("embed",)), bias=True)
 
     def __call__(
         self, x_RND: jax.Array, mask: Mask, turn: Callable | None, runtime: Runtime
@@ -182,12 +182,12 @@ def turn_by(
     return lambda x: rotate(x, rope, table)
 
 
-def convolved(x_RTKI: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Computes a convolution of stride 2 over time and frequency with a kernel [3, 3, C, channels]
+def convolved(x_RNKI: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Computes a convolution of stride 2 over time and frequency with a kernel [3, 3, I, channels]
     and zeros around."""
     dims = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(
-        x_RTKI, kernel.astype(x_RTKI.dtype), (2, 2), ((1, 1), (1, 1)), dimension_numbers=dims
+        x_RNKI, kernel.astype(x_RNKI.dtype), (2, 2), ((1, 1), (1, 1)), dimension_numbers=dims
     )
 
 

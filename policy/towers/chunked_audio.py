@@ -38,20 +38,22 @@ class ChunkedAudioTower(Projections):
     def __init__(self, spec: ChunkedAudio, out_width: int, rngs: nnx.Rngs):
         self.spec = spec
         D = spec.encoder.width
-        C = spec.channels
-        for name, inputs in zip(CONVOLUTIONS, (1, C, C), strict=True):
+        channels = spec.channels
+        for name, inputs in zip(CONVOLUTIONS, (1, channels, channels), strict=True):
             setattr(
                 self,
                 f"{name}_conv",
                 weight(
                     rngs,
-                    (3, 3, inputs, C),
+                    (3, 3, inputs, channels),
                     (None, None, None, "mlp"),
                     normal(spec.initializer_range),
                 ),
             )
-            setattr(self, f"{name}_bias", weight(rngs, (C,), ("mlp",), zeros))
-        self.add(rngs, "frame", ((halved(spec.mels, 3), C), (D,)), ((None, "mlp"), ("embed",)))
+            setattr(self, f"{name}_bias", weight(rngs, (channels,), ("mlp",), zeros))
+        self.add(
+            rngs, "frame", ((halved(spec.mels, 3), channels), (D,)), ((None, "mlp"), ("embed",))
+        )
         self.blocks = stacked(partial(TowerBlock, spec.encoder), rngs, spec.encoder.depth)
         self.norm = MeanNorm(D, LayerNorm(spec.encoder.eps), rngs)
         self.add(rngs, "up", ((D,), (D,)), (("embed",), ("mlp",)), bias=True)

@@ -1,8 +1,8 @@
 """The audio tower of the small Gemma 4: a conformer (arXiv 2005.08100) with attention to the last
 rows only.
 
-R clips, N frames, K numbers of a frame, T rows, D width of the tower, H heads, d their dimension, W
-places that a row sees, M rows, E hidden size of the decoder.
+R clips, N frames, K numbers of a frame, M rows, D width of the tower, H heads, d their dimension, W
+places that a row sees, E hidden size of the decoder.
 """
 
 from __future__ import annotations
@@ -35,16 +35,18 @@ class HalfStep(Projections):
     f(x)."""
 
     def __init__(self, spec: Conformer, rngs: nnx.Rngs):
-        self.spec, D, norm = spec, spec.width, Norm(1e-6, "before_cast")
+        self.spec = spec
+        D = spec.width
+        norm = Norm(1e-6, "before_cast")
         self.input_norm, self.output_norm = RMSNorm(D, norm, rngs), RMSNorm(D, norm, rngs)
         self.add(rngs, "up", ((D,), (4 * D,)), (("embed",), ("mlp",)), clipped=spec.clipped)
         self.add(rngs, "down", ((4 * D,), (D,)), (("mlp",), ("embed",)), clipped=spec.clipped)
 
-    def __call__(self, x_RTD: jax.Array, runtime: Runtime) -> jax.Array:
-        """Returns x_RTD after the half step."""
-        h = checkpoint_name(self.project(self.input_norm(x_RTD), "up", runtime), "mlpwi_0")
+    def __call__(self, x_RMD: jax.Array, runtime: Runtime) -> jax.Array:
+        """Returns x_RMD after the half step."""
+        h = checkpoint_name(self.project(self.input_norm(x_RMD), "up", runtime), "mlpwi_0")
         h = self.project(ACTIVATIONS[self.spec.activation](h), "down", runtime)
-        return x_RTD + checkpoint_name(self.output_norm(h) * self.spec.residual, "mlpwo")
+        return x_RMD + checkpoint_name(self.output_norm(h) * self.spec.residual, "mlpwo")
 
 
 class RelativeAttention(Projections):
@@ -61,12 +63,12 @@ class RelativeAttention(Projections):
         self.scale = weight(rngs, (spec.head_dim,), ("kv",), zeros)
         self.add(rngs, "o", ((D,), (D,)), (("heads",), ("embed",)), clipped=spec.clipped)
 
-    def __call__(self, x_RTD: jax.Array, runtime: Runtime) -> jax.Array:
-        """Returns the output of attention over the frames, [R, T, D], without a residual."""
+    def __call__(self, x_RMD: jax.Array, runtime: Runtime) -> jax.Array:
+        """Returns the output of attention over the frames, [R, M, D], without a residual."""
         spec = self.spec
         W = self.spec.context
         q, k, v = (
-            checkpoint_name(self.project(x_RTD, name, runtime).astype(jnp.float32), f"{word}_proj")
+            checkpoint_name(self.project(x_RMD, name, runtime).astype(jnp.float32), f"{word}_proj")
             for name, word in (("q", "query"), ("k", "key"), ("v", "value"))
         )
         q = (
@@ -74,17 +76,17 @@ class RelativeAttention(Projections):
             * (QUERY_SCALE * spec.head_dim**-0.5)
             * jax.nn.softplus(self.scale[...].astype(jnp.float32))
         )
-        back = sinusoids(jnp.arange(W)[None], spec.width)[0].astype(x_RTD.dtype)
+        back = sinusoids(jnp.arange(W)[None], spec.width)[0].astype(x_RMD.dtype)
         distance_WHd = self.project(back, "distance", runtime).astype(jnp.float32)
         keys, values = (_last(a, W) for a in (k * KEY_SCALE, v))
-        scores = jnp.einsum("rthd,rtwhd->rthw", q, keys) + jnp.einsum(
-            "rthd,whd->rthw", q, distance_WHd
+        scores = jnp.einsum("rmhd,rmwhd->rmhw", q, keys) + jnp.einsum(
+            "rmhd,whd->rmhw", q, distance_WHd
         )
         scores = spec.cap * jnp.tanh(scores / spec.cap)
-        exists = jnp.arange(x_RTD.shape[1])[:, None] >= jnp.arange(W)
+        exists = jnp.arange(x_RMD.shape[1])[:, None] >= jnp.arange(W)
         shares = jax.nn.softmax(jnp.where(exists[:, None], scores, MASKED), axis=-1)
-        out = checkpoint_name(jnp.einsum("rthw,rtwhd->rthd", shares, values), "context")
-        return self.project(out.reshape(x_RTD.shape).astype(x_RTD.dtype), "o", runtime)
+        out = checkpoint_name(jnp.einsum("rmhw,rmwhd->rmhd", shares, values), "context")
+        return self.project(out.reshape(x_RMD.shape).astype(x_RMD.dtype), "o", runtime)
 
 
 class LightConvolution(Projections):
@@ -92,19 +94,21 @@ class LightConvolution(Projections):
     and a linear layer."""
 
     def __init__(self, spec: Conformer, rngs: nnx.Rngs):
-        self.spec, D, norm = spec, spec.width, Norm(spec.eps, "before_cast")
+        self.spec = spec
+        D = spec.width
+        norm = Norm(spec.eps, "before_cast")
         self.input_norm, self.norm = RMSNorm(D, norm, rngs), RMSNorm(D, norm, rngs)
         self.add(rngs, "up", ((D,), (2 * D,)), (("embed",), ("mlp",)), clipped=spec.clipped)
         self.conv = weight(rngs, (spec.kernel, D), (None, "norm"), normal(spec.initializer_range))
         self.add(rngs, "down", ((D,), (D,)), (("mlp",), ("embed",)), clipped=spec.clipped)
 
-    def __call__(self, x_RTD: jax.Array, runtime: Runtime) -> jax.Array:
-        """Returns the frames [R, T, D] after the gated causal convolution, with its residual."""
-        h, gate = jnp.split(self.project(self.input_norm(x_RTD), "up", runtime), 2, axis=-1)
+    def __call__(self, x_RMD: jax.Array, runtime: Runtime) -> jax.Array:
+        """Returns the frames [R, M, D] after the gated causal convolution, with its residual."""
+        h, gate = jnp.split(self.project(self.input_norm(x_RMD), "up", runtime), 2, axis=-1)
         taps = self.conv[...].astype(h.dtype)[::-1]
-        h = jnp.einsum("rtwd,wd->rtd", _last(h * jax.nn.sigmoid(gate), self.spec.kernel), taps)
+        h = jnp.einsum("rmwd,wd->rmd", _last(h * jax.nn.sigmoid(gate), self.spec.kernel), taps)
         h = ACTIVATIONS[self.spec.activation](self.norm(h))
-        return x_RTD + self.project(h, "down", runtime)
+        return x_RMD + self.project(h, "down", runtime)
 
 
 class ConformerBlock(nnx.Module):
@@ -121,10 +125,10 @@ class ConformerBlock(nnx.Module):
         self.input_norm, self.attention_norm = RMSNorm(D, norm, rngs), RMSNorm(D, norm, rngs)
         self.output_norm = RMSNorm(D, norm, rngs)
 
-    def __call__(self, x_RTD: jax.Array, runtime: Runtime) -> jax.Array:
-        """Returns the frames [R, T, D] after half a feed-forward, attention, convolution, and the
+    def __call__(self, x_RMD: jax.Array, runtime: Runtime) -> jax.Array:
+        """Returns the frames [R, M, D] after half a feed-forward, attention, convolution, and the
         other half."""
-        x = self.first(x_RTD, runtime)
+        x = self.first(x_RMD, runtime)
         h = self.attention(self.input_norm(x), runtime)
         x = x + checkpoint_name(self.attention_norm(h), "out_proj")
         return self.output_norm(self.second(self.convolution(x, runtime), runtime))
@@ -148,7 +152,9 @@ class ConformerTower(Projections):
     """Log-mel frames to rows of the decoder's width."""
 
     def __init__(self, spec: Conformer, out_width: int, rngs: nnx.Rngs):
-        self.spec, D, (first, second) = spec, spec.width, spec.channels
+        self.spec = spec
+        D = spec.width
+        first, second = spec.channels
         self.first_conv = weight(
             rngs, (3, 3, 1, first), (None, None, None, "mlp"), normal(spec.initializer_range)
         )
@@ -186,10 +192,10 @@ class ConformerTower(Projections):
 
 
 def _last(x: jax.Array, places: int) -> jax.Array:
-    """Returns [R, T, places, ...]: each row and the rows before it, the nearest first; zeros before
+    """Returns [R, M, places, ...]: each row and the rows before it, the nearest first; zeros before
     the first."""
-    T = x.shape[1]
+    M = x.shape[1]
     x = jnp.pad(x, ((0, 0), (places - 1, 0), *((0, 0),) * (x.ndim - 2)))
     return jnp.stack(
-        [x[:, places - 1 - back : places - 1 - back + T] for back in range(places)], axis=2
+        [x[:, places - 1 - back : places - 1 - back + M] for back in range(places)], axis=2
     )

@@ -1,7 +1,7 @@
 """The vision tower of Gemma 4.
 
-R pictures, N patches, K numbers of a patch, D width of the tower, H and G query and key-value
-heads, d their dimension, M rows, E hidden size of the decoder.
+R pictures, N patches, K numbers of a patch, D width of the tower, H heads, G key-value heads, d
+their dimension, M rows, E hidden size of the decoder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PooledBlock(Projections):
         self.spec = spec
         D = spec.width
         d = spec.head_dim
-        I = spec.mlp_width
+        inner = spec.mlp_width
         norm = Norm(spec.eps, "before_cast")
         self.input_norm, self.attention_norm = RMSNorm(D, norm, rngs), RMSNorm(D, norm, rngs)
         self.mlp_norm, self.output_norm = RMSNorm(D, norm, rngs), RMSNorm(D, norm, rngs)
@@ -54,8 +54,8 @@ class PooledBlock(Projections):
             rngs, "o", ((spec.heads, d), (D,)), (("heads", "kv"), ("embed",)), clipped=spec.clipped
         )
         for name in ("gate", "up"):
-            self.add(rngs, name, ((D,), (I,)), (("embed",), ("mlp",)), clipped=spec.clipped)
-        self.add(rngs, "down", ((I,), (D,)), (("mlp",), ("embed",)), clipped=spec.clipped)
+            self.add(rngs, name, ((D,), (inner,)), (("embed",), ("mlp",)), clipped=spec.clipped)
+        self.add(rngs, "down", ((inner,), (D,)), (("mlp",), ("embed",)), clipped=spec.clipped)
 
     def __call__(self, x_RND: jax.Array, mask: Mask, turns: tuple, runtime: Runtime) -> jax.Array:
         """Returns x_RND after the block. `turns` rotate the halves of queries and keys [R, H, N, d

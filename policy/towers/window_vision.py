@@ -44,15 +44,15 @@ class WindowBlock(Projections):
         D = spec.width
         H = spec.heads
         d = spec.head_dim
-        I = spec.mlp_width
+        inner = spec.mlp_width
         self.input_norm = RMSNorm(D, Norm(spec.eps), rngs)
         for name in "qkv":
             self.add(rngs, name, ((D,), (H, d)), (("embed",), ("heads", "kv")), bias=True)
         self.add(rngs, "o", ((H, d), (D,)), (("heads", "kv"), ("embed",)), bias=True)
         self.mlp_norm = RMSNorm(D, Norm(spec.eps), rngs)
         for name in ("gate", "up"):
-            self.add(rngs, name, ((D,), (I,)), (("embed",), ("mlp",)), bias=True)
-        self.add(rngs, "down", ((I,), (D,)), (("mlp",), ("embed",)), bias=True)
+            self.add(rngs, name, ((D,), (inner,)), (("embed",), ("mlp",)), bias=True)
+        self.add(rngs, "down", ((inner,), (D,)), (("mlp",), ("embed",)), bias=True)
 
     def __call__(
         self,

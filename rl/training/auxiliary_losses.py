@@ -1,6 +1,6 @@
 """Computes auxiliary losses: router balance, indexers, prediction modules.
 
-They are added to the loss of the algorithm. R repeats of a stack, X experts.
+They are added to the loss of the algorithm. L repeats of a stack, X experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Totals:
     """Totals of the mini-batch, which a micro-batch needs.
 
     sequences: how many. tokens: of all sequences. segments, mask, tree: as in Batch. counts:
-    choices of each expert, float32[R, X] by path of the layer; None: the micro-batch is the
+    choices of each expert, float32[L, X] by path of the layer; None: the micro-batch is the
     mini-batch.
     """
 

@@ -1,8 +1,10 @@
-"""Builds the rows of a batch: tokens of prompts and completions, padded to one of few lengths. N
-rows, T tokens.
+"""Builds the rows of a batch: tokens of prompts and completions, padded to one of few lengths.
 
 The batch of a step is split into mini-batches, one for each update, as in PPO. A mini-batch is
 split into micro-batches, whose losses and gradients the update sums.
+
+N rows, T tokens, L repeats of a stack, k experts of a token, K likeliest tokens of a teacher, I ids
+that filters left.
 """
 
 from __future__ import annotations
@@ -61,9 +63,9 @@ class Batch:
     )
     # float32[N], values of the states after truncated completions, else 0; on the host only
     last_values: Array | None = None
-    # int[N, T, R, k] by path of the layer: the experts that computed each token, -1: unknown
+    # int[N, T, L, k] by path of the layer: the experts that computed each token, -1: unknown
     routes: dict[str, Array] | None = None
-    # int32[N, T, K]: the ids that the sampler's filters left where it drew each token, in ascending
+    # int32[N, T, I]: the ids that the sampler's filters left where it drew each token, in ascending
     # order, or those that they left out, id i as -2 - i; padded with -1. A token without an id has
     # the distribution over all
     kept: Array | None = None

@@ -1,6 +1,6 @@
 """Trains, exports and runs reward models.
 
-N sequences, T tokens, R rows at a time.
+N rows, T tokens, R rows at a time.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ model.
 of it are kept and its logits exist for a chunk of tokens only. `StoredTeacher` reads the teacher's
 likeliest tokens from the batch.
 
-R rows, T tokens, E hidden of the policy, K likeliest tokens.
+R rows of a micro-batch, T tokens, E hidden of the policy, D of the teacher, K likeliest tokens of
+the teacher.
 """
 
 from __future__ import annotations

@@ -183,16 +183,16 @@ class Engine:
             raise ValueError(
                 "stop strings need a tokenizer; pass one to Generator, or use stop_token_ids"
             )
-        V = self.runner.vocab_size
-        if outside := [token for token in params.logit_bias or () if not 0 <= token < V]:
-            raise ValueError(f"logit_bias names token {outside[0]}, outside 0..{V - 1}")
+        vocab = self.runner.vocab_size
+        if outside := [token for token in params.logit_bias or () if not 0 <= token < vocab]:
+            raise ValueError(f"logit_bias names token {outside[0]}, outside 0..{vocab - 1}")
         forbidden = {word[0] for word in self.bad_words(params) if len(word) == 1}
         if params.min_tokens:
             forbidden.update(params.stop_token_ids)
-        if forbidden.issuperset(range(V)):
+        if forbidden.issuperset(range(vocab)):
             raise ValueError(
-                f"bad_words and min_tokens forbid all {V} tokens of the vocabulary; leave some of "
-                "them out"
+                f"bad_words and min_tokens forbid all {vocab} tokens of the vocabulary; leave some "
+                "of them out"
             )
 
     def bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:

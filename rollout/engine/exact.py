@@ -264,9 +264,9 @@ class Verifier:
         LogitsProcessors of the rows; None: no row has any."""
         graph, (R, T, E) = self.scorer.graph, hidden_RTE.shape
         V = graph.config.vocab_size
-        M = R * T
-        m = head.Tiling(graph.runtime.num_vocab_tiling).rows(M, V)
-        positions = jnp.broadcast_to(first + jnp.arange(T, dtype=jnp.int32), (R, T)).reshape(M)
+        places = R * T
+        m = head.Tiling(graph.runtime.num_vocab_tiling).rows(places, V)
+        positions = jnp.broadcast_to(first + jnp.arange(T, dtype=jnp.int32), (R, T)).reshape(places)
         repeated = draws.repeat(T)
         rows = (
             repeated.temperature,
@@ -280,7 +280,9 @@ class Verifier:
         numbers = () if processors is None else (jnp.repeat(jnp.arange(R, dtype=jnp.int32), T),)
 
         def in_chunks(a):
-            return jnp.pad(a, [(0, -M % m)] + [(0, 0)] * (a.ndim - 1)).reshape(-1, m, *a.shape[1:])
+            return jnp.pad(a, [(0, -places % m)] + [(0, 0)] * (a.ndim - 1)).reshape(
+                -1, m, *a.shape[1:]
+            )
 
         with graph.precision():
             weight = graph.decoder(params).head_weight
@@ -300,13 +302,13 @@ class Verifier:
             drawn = jax.lax.map(
                 draw_chunk,
                 (
-                    in_chunks(hidden_RTE.reshape(M, E)),
+                    in_chunks(hidden_RTE.reshape(places, E)),
                     tuple(map(in_chunks, rows)),
                     *map(in_chunks, numbers),
                 ),
             )
         return jax.tree.map(
-            lambda a: a.reshape(-1, *a.shape[2:])[:M].reshape(R, T, *a.shape[2:]), drawn
+            lambda a: a.reshape(-1, *a.shape[2:])[:places].reshape(R, T, *a.shape[2:]), drawn
         )
 
 

@@ -5,7 +5,8 @@ The words are those of engine.py: a decode is a loop of decoding steps.
 
 s rows of one call, P rows of one prefill call, C tokens that it computes of each row, K decoding
 steps of a decode, N tokens of a row that a decode can sample (K, or K (1 + drafts) with drafts), M
-pages of a row, W stop tokens. Letters after an underscore are the axes: tokens_PC is [P, C].
+pages of a row, Z stop tokens, I ids that filters left, V vocabulary. Letters after an underscore
+are the axes: tokens_PC is [P, C].
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class DecodeOutput(NamedTuple):
     decoding step; false for the further tokens that the step gains from accepted drafts, and where
     there is no token. values: where they are recorded, the critic's value of the hidden state that
     each token was drawn from. filtered_logprobs, kept, kept_counts: where filters are recorded, as
-    in rollout/engine/sampling.py:Drawn; kept is [N, s, K].
+    in rollout/engine/sampling.py:Drawn; kept is [N, s, I].
     """
 
     tokens: Any
@@ -134,7 +135,7 @@ class DecodeState:
     token, cached, left, prompt_id, sample, active: int32[s]: the token to feed next, the number of
     cached tokens, the number of tokens still to sample, the ids of the random draw, and 1 where the
     row is in use.
-    stops: int32[s, W], the tokens that end a completion, -1 for none.
+    stops: int32[s, Z], the tokens that end a completion, -1 for none.
     draws: how tokens are drawn.
     deltas: int32[s], `Media.delta` of each row where one is not 0; None: rotary positions
     are positions. recent: int32[s, DecoderPrograms.recent], the last tokens of each row up to the

@@ -1,4 +1,7 @@
-"""Sampling of the next token. S slots, V vocabulary."""
+"""Sampling of the next token.
+
+S slots, V vocabulary, I ids of a token that are recorded, where filters leave that many.
+"""
 
 from __future__ import annotations
 
@@ -69,9 +72,9 @@ class Drawn(NamedTuple):
     """Drawn tokens. The last three fields are None where no filters are recorded.
 
     tokens: int[S]. logprobs: float32[S], before any filter. filtered_logprobs: float32[S], of the
-    distribution that the filters leave. kept: int32[S, K], the ids that they leave, in ascending
-    order, padded with -1. kept_counts: int32[S], how many they leave; of more than K only the first
-    K are in `kept`. With logits processors, a row with more than K ids of which at most K are left
+    distribution that the filters leave. kept: int32[S, I], the ids that they leave, in ascending
+    order, padded with -1. kept_counts: int32[S], how many they leave; of more than I only the first
+    I are in `kept`. With logits processors, a row with more than I ids of which at most I are left
     out has those in `kept`, id i as -2 - i. A row without a filter and without a forbidden token
     has 0 ids, and the same log-probability twice.
     """
@@ -91,11 +94,11 @@ class FilterRecord(NamedTuple):
     kept_counts: jax.Array
 
 
-def kept_ids(mask_SV: jax.Array, K: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (the first K ids of each row's mask int32[S, K], padded with -1; how many it has
+def kept_ids(mask_SV: jax.Array, I: int) -> tuple[jax.Array, jax.Array]:
+    """Returns (the first I ids of each row's mask int32[S, I], padded with -1; how many it has
     int32[S])."""
     running_SV = jnp.cumsum(mask_SV, axis=-1, dtype=jnp.int32)
-    numbers = jnp.arange(1, K + 1, dtype=jnp.int32)
+    numbers = jnp.arange(1, I + 1, dtype=jnp.int32)
     places = jax.vmap(jnp.searchsorted, (0, None))(running_SV, numbers)
     count_S = running_SV[:, -1]
     return jnp.where(numbers <= count_S[:, None], places.astype(jnp.int32), -1), count_S
@@ -220,18 +223,18 @@ def _logprobs_of(logits_SV: jax.Array, tokens_S: jax.Array) -> jax.Array:
 
 
 def _recorded(
-    filtered_SV: jax.Array, tokens_S: jax.Array, draws: Draws, K: int, forbids_S: jax.Array | None
+    filtered_SV: jax.Array, tokens_S: jax.Array, draws: Draws, I: int, forbids_S: jax.Array | None
 ) -> FilterRecord:
     """Returns what the filters leave of each row's distribution. forbids_S: whether logits
-    processors forbid tokens of a row; None: there are none. With them, a row of which more than K
-    ids are kept and at most K left out has those."""
+    processors forbid tokens of a row; None: there are none. With them, a row of which more than I
+    ids are kept and at most I left out has those."""
 
     def record():
-        kept, counts = kept_ids(filtered_SV > -jnp.inf, K)
+        kept, counts = kept_ids(filtered_SV > -jnp.inf, I)
         if forbids_S is not None:
-            out, number = kept_ids(jnp.isneginf(filtered_SV), K)
+            out, number = kept_ids(jnp.isneginf(filtered_SV), I)
             named = jnp.where(out >= 0, -2 - out, -1)
-            kept = jnp.where(((counts > K) & (number <= K))[:, None], named, kept)
+            kept = jnp.where(((counts > I) & (number <= I))[:, None], named, kept)
         is_cut = _is_cut(draws, forbids_S)
         return FilterRecord(
             _logprobs_of(filtered_SV, tokens_S),
@@ -240,7 +243,7 @@ def _recorded(
         )
 
     return jax.lax.cond(
-        jnp.any(_is_cut(draws, forbids_S)), record, lambda: _unrecorded(len(tokens_S), K)
+        jnp.any(_is_cut(draws, forbids_S)), record, lambda: _unrecorded(len(tokens_S), I)
     )
 
 
@@ -249,9 +252,9 @@ def _is_cut(draws: Draws, forbids_S: jax.Array | None) -> jax.Array:
     return draws.has_filter if forbids_S is None else draws.has_filter | forbids_S
 
 
-def _unrecorded(S: int, K: int) -> FilterRecord:
+def _unrecorded(S: int, I: int) -> FilterRecord:
     return FilterRecord(
         filtered_logprobs=jnp.zeros(S, jnp.float32),
-        kept=jnp.full((S, K), -1, jnp.int32),
+        kept=jnp.full((S, I), -1, jnp.int32),
         kept_counts=jnp.zeros(S, jnp.int32),
     )

@@ -11,12 +11,12 @@ top-p and min-p as they are, and log-probabilities are the decoder's.
 
 The modules draw their drafts by the same random numbers, from their own distribution q. With one
 number u for both, a draft is accepted when u falls into the same token's part of [0, 1) under the
-decoder's cumulative distribution P and the module's Q, which has probability sum_x max(0, min(P(x),
-Q(x)) - max(P(x - 1), Q(x - 1))). No rule accepts more often than sum_x min(p(x), q(x));
+decoder's cumulative distribution F and the module's G, which has probability sum_x max(0, min(F(x),
+G(x)) - max(F(x - 1), G(x - 1))). No rule accepts more often than sum_x min(p(x), q(x));
 benchmarks/speculative.py prints both. Greedy drafts are the likeliest tokens.
 
 S slots, P rows of one prefill call, C tokens that it computes of each row, M pages of a row, d
-drafts, D modules in use, W = d + D entries that modules see again at each decoding step, T tokens
+drafts, D modules in use, W = d + D entries that modules see again at each decoding step, Q tokens
 of a step, N tokens of a row that a decode can sample, V vocabulary, X any size.
 """
 
@@ -238,9 +238,9 @@ class SpeculativePrograms(DecoderPrograms):
         """Returns the loop's state after a decoding step: the decoder's tokens up to the first that
         was not drafted."""
         main, drafts = loop.cache
-        T = self.drafts + 1
+        Q = self.drafts + 1
         S = drafted.shape[0]
-        offset = jnp.arange(T)
+        offset = jnp.arange(Q)
         fed = jnp.concatenate([loop.recent[:, -1:], drafted], axis=1)
         fits = loop.active[:, None] & (offset < loop.left[:, None])
         positions = loop.cached[:, None] + offset
@@ -248,21 +248,21 @@ class SpeculativePrograms(DecoderPrograms):
         step = Step(positions=positions, segments=segments, pages=state.pages)
         logits, main, aux = modes.verify(decoder, fed, step, main, self.graph.runtime)
         each = (
-            jnp.repeat(state.prompt_id, T),
-            jnp.repeat(state.sample, T),
+            jnp.repeat(state.prompt_id, Q),
+            jnp.repeat(state.sample, Q),
             (step.positions + 1).reshape(-1),
         )
-        logits = logits.reshape(S * T, -1)
+        logits = logits.reshape(S * Q, -1)
         processed = None
         if state.processors is not None and loop.seen is not None:
-            processors = state.processors.take(jnp.repeat(jnp.arange(S), T))
+            processors = state.processors.take(jnp.repeat(jnp.arange(S), Q))
             processed = processors.process(
                 logits, each[-1], loop.seen.with_each_draft(loop.cached + 1, drafted)
             )
         flat = choose(
-            logits, each, state.draws.repeat(T), self.graph.layout, processed, self.max_kept
+            logits, each, state.draws.repeat(Q), self.graph.layout, processed, self.max_kept
         )
-        drawn = jax.tree.map(lambda a: a.reshape(S, T, *a.shape[1:]), flat)
+        drawn = jax.tree.map(lambda a: a.reshape(S, Q, *a.shape[1:]), flat)
         new = drawn.tokens
 
         accepted = jnp.cumprod(drafted == new[:, :-1], axis=1)
@@ -275,7 +275,7 @@ class SpeculativePrograms(DecoderPrograms):
         count = kept.sum(axis=1, dtype=jnp.int32)
         seen = loop.seen
         if seen is not None:
-            for i in range(T):
+            for i in range(Q):
                 seen = seen.with_token(loop.cached + 1 + i, new[:, i], kept[:, i])
         row = jnp.arange(S)[:, None]
         column = jnp.where(kept, loop.count[:, None] + offset, loop.starts_step.shape[1] + offset)
@@ -295,7 +295,7 @@ class SpeculativePrograms(DecoderPrograms):
                 lambda all, new: all.at[row, column].set(new, **write), loop.drawn, drawn
             ),
             starts_step=loop.starts_step.at[row, column].set(
-                jnp.broadcast_to(offset == 0, (S, T)), **write
+                jnp.broadcast_to(offset == 0, (S, Q)), **write
             ),
             seen=seen,
         )
@@ -304,9 +304,9 @@ class SpeculativePrograms(DecoderPrograms):
         return _slide(drafts.hidden[0, :, 0], aux.mtp_input, count_S)[None, :, None]
 
 
-def _slide(last_SWX: jax.Array, new_STX: jax.Array, count_S: jax.Array) -> jax.Array:
+def _slide(last_SWX: jax.Array, new_SQX: jax.Array, count_S: jax.Array) -> jax.Array:
     """Returns [S, W, X]: for each slot the last W of the vectors `last` followed by the first
     count[s] of `new`."""
-    rows = jnp.concatenate([last_SWX, new_STX.astype(last_SWX.dtype)], axis=1)
+    rows = jnp.concatenate([last_SWX, new_SQX.astype(last_SWX.dtype)], axis=1)
     at = count_S[:, None] + jnp.arange(last_SWX.shape[1])
     return jnp.take_along_axis(rows, at[..., None], axis=1)

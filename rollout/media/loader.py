@@ -1,5 +1,8 @@
 """Decodes pictures and sounds in threads and prepares them for the towers, ahead of the step that
-needs them."""
+needs them.
+
+Axes: N inputs of a tower, K numbers of an input.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Pictures: the size from the header, pixels in RGB, and the steps that processors share.
 
-Axes: H and W sides in pixels, C channels (RGB), P side of a patch.
+Axes: H and W sides in pixels, C channels (RGB), P side of a patch, N patches.
 """
 
 from __future__ import annotations

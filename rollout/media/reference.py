@@ -3,6 +3,8 @@ size.
 
 A reference to a file holds its path. The content is read once for digest and size, and again when a
 tower needs it.
+
+Axes: N inputs of a tower, K numbers of an input, H and W sides of a picture in pixels.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The indexer of blocks of keys in grouped-query attention (Qwen4ExpTextQSAIndexer of
 transformers).
 
-B rows, T queries, C visible keys, n blocks, E hidden, H index heads, D index dimension.
+B rows, T queries, C visible keys, n blocks, E hidden, H heads of the index, D their dimension.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Gemma3(Processor):
         return f"\n\n{self.marker}{self.row_token * self.count}{self.end}\n\n"
 
     def values(self, content: np.ndarray, rate: int) -> list[np.ndarray]:
-        """Returns float32[N, channel * y * x], row by row."""
+        """Returns float32[patches, channel * y * x], row by row."""
         pixels = picture.resize(content, self.side, self.side, self.resample)
         return [picture.patches(picture.apply_levels(self.table, pixels), self.patch)]
 

@@ -55,7 +55,7 @@ class Gemma4(Processor):
         return f"{self.begin}{self.row_token * self.rows(self.shapes(size)[0])}{self.end}"
 
     def values(self, content: np.ndarray, rate: int) -> list[np.ndarray]:
-        """Returns float32[N, y * x * channel], row by row."""
+        """Returns float32[patches, y * x * channel], row by row."""
         pixels = picture.resize(content, *self._resized(*content.shape[:2]), self.resample)
         return [
             picture.patches(

@@ -79,8 +79,8 @@ class Llama4(Processor):
         return f"{start}{tiles}{tokens['image_token']}{rows}{end}"
 
     def values(self, content: np.ndarray, rate: int) -> list[np.ndarray]:
-        """Returns float32[N, channel * y * x] of each tile, row by row of tiles, with the full
-        picture last.
+        """Returns float32[patches, channel * y * x] of each tile, row by row of tiles, with the
+        full picture last.
 
         The numbers are those of bfloat16, in which the reference computes.
         """

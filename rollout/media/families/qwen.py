@@ -62,8 +62,8 @@ class Qwen(Processor):
         return self.row_token * self.rows(self.shapes(size)[0])
 
     def values(self, content: np.ndarray, rate: int) -> list[np.ndarray]:
-        """Returns float32[N, channel * frame * y * x] in the order of the blocks: block row, block
-        column, row and column in the block."""
+        """Returns float32[patches, channel * frame * y * x] in the order of the blocks: block
+        row, block column, row and column in the block."""
         height, width = self._resized(*content.shape[:2])
         pixels = picture.apply_levels(
             self.table, picture.resize(content, height, width, self.resample)
