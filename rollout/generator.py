@@ -374,10 +374,8 @@ class Generator:
         values = request.values if self.options.record_values else None
         recorded = {}
         if self.options.record_kept and request.params.has_filter:
-            recorded["filtered_logprobs"], recorded["kept_counts"] = (
-                request.filtered_logprobs,
-                request.kept_counts,
-            )
+            recorded["filtered_logprobs"] = request.filtered_logprobs
+            recorded["kept_counts"] = request.kept_counts
             most = min(self.options.record_kept, max(request.kept_counts, default=0))
             recorded["kept"] = np.asarray(request.kept, np.int32).reshape(len(request.kept), -1)[
                 :, :most

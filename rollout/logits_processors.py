@@ -110,7 +110,8 @@ class Seen:
     def with_each_draft(self, at_S: jax.Array, drafted_Sd: jax.Array) -> Seen:
         """Returns it for S (d + 1) rows: row (s, j) has the first j drafts of row s, from index
         at[s] on."""
-        (S, d), H = drafted_Sd.shape, self.history.shape[1]
+        S, d = drafted_Sd.shape
+        H = self.history.shape[1]
         Q = d + 1
         # A row never looks at tokens from the place of its own token on, so all of a slot have one
         # history.
@@ -172,11 +173,13 @@ class LogitsProcessors:
             params = request.params
             tokens = (*request.prompt, *request.tokens)[:length]
             history[row, : len(tokens)] = tokens
-            prompt_lengths[row], min_tokens[row] = len(request.prompt), params.min_tokens
+            prompt_lengths[row] = len(request.prompt)
+            min_tokens[row] = params.min_tokens
             if params.min_tokens:
                 ends[row, : len(params.stop_token_ids)] = params.stop_token_ids
             for column, (token, bias) in enumerate((params.logit_bias or {}).items()):
-                bias_tokens[row, column], biases[row, column] = token, bias
+                bias_tokens[row, column] = token
+                biases[row, column] = bias
             for number, word in enumerate(request.bad_words):
                 words[row, number, sizes.longest - len(word) :] = word
             penalties[:, row] = (
@@ -190,7 +193,8 @@ class LogitsProcessors:
     @property
     def sizes(self) -> ProcessorSizes:
         """Returns what the arrays have room for."""
-        counts, (_, N, M) = self.repetition is not None, self.words.shape
+        counts = self.repetition is not None
+        _, N, M = self.words.shape
         return ProcessorSizes(int(counts), self.biases.shape[1], N, M, self.ends.shape[1])
 
     def take(self, rows_m: jax.Array) -> LogitsProcessors:
@@ -217,7 +221,8 @@ class LogitsProcessors:
     def process(self, logits_SV: jax.Array, at_S: jax.Array, seen: Seen) -> jax.Array:
         """Returns the logits, float32[S, V], of the tokens at index `at` of prompt and completion,
         -inf for those that may not be drawn. seen: the tokens before them."""
-        (S, V), drawn_S = logits_SV.shape, at_S - self.prompt_lengths
+        S, V = logits_SV.shape
+        drawn_S = at_S - self.prompt_lengths
         rows = jnp.arange(S)[:, None]
         logits = logits_SV
         if self.biases.shape[1]:

@@ -187,7 +187,8 @@ def _values(result: Any, count: int) -> dict:
     logs = {}
     for index, element in enumerate(result):
         if isinstance(element, (list, tuple)) and len(element) == 2 and isinstance(element[1], str):
-            element, logs[str(index)] = element[0], element[1][:LOG_LIMIT]
+            logs[str(index)] = element[1][:LOG_LIMIT]
+            element = element[0]
         try:
             values.append(None if element is None else _number(element))
         except (TypeError, ArithmeticError) as error:

@@ -341,7 +341,8 @@ def importance_ratio(kind: str, tokens: Tokens) -> jax.Array:
 
 def clipped(options: ClipOptions, tokens: Tokens) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Returns (loss of `Clipped` at each token, clip fractions)."""
-    (low, high), advantages = options.clip_bounds, tokens.advantages
+    low, high = options.clip_bounds
+    advantages = tokens.advantages
     ratio = importance_ratio(options.ratio, tokens)
     if options.delta is not None:
         ratio = jnp.minimum(ratio, options.delta)

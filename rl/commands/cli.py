@@ -140,10 +140,9 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argp
     if isinstance(getattr(arguments, "config", None), list) and not any(
         word.startswith("-") for word in unknown
     ):
-        arguments.config, unknown = (
-            [*arguments.config, *unknown],
-            [],
-        )  # `rl-train FILE --check key=value`
+        # `rl-train FILE --check key=value`
+        arguments.config = [*arguments.config, *unknown]
+        unknown = []
     if unknown:
         overrides = overrides_of(argv, unknown) if hasattr(arguments, "config") else []
         hint = f"; write {' '.join(map(quoted, overrides))}" if overrides else ""

@@ -210,7 +210,8 @@ class TeacherFiles:
     def __init__(self, directory: str | Path):
         """Reads teacher.json. Raises ConfigError if the directory holds none, or one of another
         version."""
-        self.directory, file = Path(directory), Path(directory) / DONE
+        self.directory = Path(directory)
+        file = self.directory / DONE
         if not file.is_file():
             begun = (self.directory / PARTIAL).is_file()
             advice = (
@@ -287,11 +288,11 @@ class TeacherFiles:
         numbers: of the rows of the batch. top_k: tokens in each place; None: all that are stored.
         """
         k = top_k or self.facts.k
-        (N, T), kinds = mask_NT.shape, (np.int32, np.float32, np.float32)
-        out = [
-            np.zeros(shape, kind)
-            for shape, kind in zip(((N, T, k), (N, T, k), (N, T)), kinds, strict=True)
-        ]
+        N, T = mask_NT.shape
+        ids_NTk = np.zeros((N, T, k), np.int32)
+        logp_NTk = np.zeros((N, T, k), np.float32)
+        rest_NT = np.zeros((N, T), np.float32)
+        out = (ids_NTk, logp_NTk, rest_NT)
         for row, number in enumerate(numbers):
             columns = np.flatnonzero(mask_NT[row])
             for array, values in zip(out, self.take(number, k), strict=True):

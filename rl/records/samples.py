@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
 import numpy as np
 
@@ -23,14 +23,17 @@ from rl.records.run_files import SAMPLES, SEGMENTS, TOKENS, sample_files, tokens
 from rl.records.schema import RecordedLine, SampleRecord
 
 SEGMENT_BYTES = 64 * 2**20
+LOGP_DIFF: Final = "gap"
+"""What tokens.bin, filters of samples and their JSON call `logp_diff`, the trainer's
+log-probability of a token minus the generator's. Files of earlier runs have this name."""
 TOKEN = np.dtype(
     [
         ("id", "<u4"),
         # log-probability that the generator gave; NaN for a token that the policy did not write
         ("logp", "<f4"),
-        # The trainer's log-probability minus the generator's (the difference of
-        # sampler/logp_diff_mean), under the same weights; NaN where no such number was computed.
-        ("gap", "<f2"),
+        # The difference of sampler/logp_diff_mean, under the same weights; NaN where no such
+        # number was computed.
+        (LOGP_DIFF, "<f2"),
         (
             "entropy",
             "<f2",
@@ -192,6 +195,20 @@ def read_tokens(path: Path, sample: SampleRecord) -> np.ndarray:
         return np.zeros(0, TOKEN)
     start = sample["at"] * TOKEN.itemsize
     return np.fromfile(tokens_file(path), TOKEN, count, offset=start)
+
+
+def largest_logp_diffs(tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Returns float32[n]: the largest `logp_diff` of the tokens of each completion that are trained
+    on, without the sign; NaN where none has one.
+
+    tokens: TOKEN[N]. starts: int[n], ascending, where the completions begin; each extends to the
+    start of the next one, the last one to the end.
+    """
+    if not len(starts):
+        return np.zeros(0, np.float32)
+    size = np.abs(tokens[LOGP_DIFF].astype(np.float32))
+    size[(tokens["flags"] & TRAINED == 0) | ~np.isfinite(size)] = np.nan
+    return np.fmax.reduceat(size, starts)
 
 
 def _kept_bytes(path: Path, keep: Callable[[RecordedLine], bool]) -> tuple[int, int]:

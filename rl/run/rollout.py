@@ -49,7 +49,7 @@ from rl.stages.sampling.records import write_samples
 from rl.stages.sharing import sharing_of
 from rl.stages.stage import StageKind
 from rl.training.trainer import RunState
-from rl.training.updater import ParamState
+from rl.training.updates.optimizer_step import ParamState
 
 
 @dataclass(frozen=True)

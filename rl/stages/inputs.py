@@ -64,8 +64,8 @@ class StepData:
     `old_logp`, if `current_logp` provides them.
     trainer_logp: float32[N,T], log-probabilities under the weights before the updates, if a pass of
     the training graph computed them. token_outputs: arrays [N,T] that the updates computed, by
-    name, and `logp_diff`, which is `gap` in tokens.bin. advantages: of each trajectory, the mean
-    over its tokens. flops_before: `total_flops` of the trainer before the step.
+    name, and `logp_diff` (rl/stages/sampling/staleness.py). advantages: of each trajectory, the
+    mean over its tokens. flops_before: `total_flops` of the trainer before the step.
     """
 
     state: RunState
@@ -214,7 +214,8 @@ def programs(stage: StageKind, state: RunState, routes: dict | None) -> Iterator
 def teacher(stage: StageKind, data: StepData) -> None:
     """The likeliest tokens of a teacher, from files. A teacher that is a model runs inside the
     update."""
-    batch, rows = data.batch, cast(Any, stage).teacher_rows  # of a stage that draws examples
+    batch = data.batch
+    rows = cast(Any, stage).teacher_rows  # of a stage that draws examples
     data.batch = batch.replace(
         **rows.arrays(stage.example_numbers, batch.mask, stage.algorithm.top_k)
     )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rl.training.batch import Batch
     from rl.training.media.tables import ExpandedAt
     from rl.training.reward_model import RewardModelState
-    from rl.training.updater import ParamState
+    from rl.training.updates.optimizer_step import ParamState
 
 
 class Stage(StageKind["RewardModelState"]):

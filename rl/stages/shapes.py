@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from rl.stages.stage import StageState
     from rl.training.batch import Batch
-    from rl.training.updater import ParamState, UpdateCall
+    from rl.training.updater import UpdateCall
+    from rl.training.updates.optimizer_step import ParamState
     from rl.training.weights import WeightGroup
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from rl.training.packing.trees import Sharing
     from rl.training.reward_model import RewardModelScorer, RewardModelState
     from rl.training.trainer import RunState
-    from rl.training.updater import ParamState
+    from rl.training.updates.optimizer_step import ParamState
     from rollout import SamplingParams
 
     StageState: TypeAlias = RunState | RewardModelState

@@ -145,7 +145,9 @@ def segmented_batch(rows: Sequence[Sequence[Sequence[Any]]], limit: int) -> Batc
         start = 0
         for number, (ids, trained, *_) in enumerate(row, start=1):
             columns = slice(start, start := start + len(ids))
-            tokens[i, columns], segments[i, columns], mask[i, columns] = ids, number, trained
+            tokens[i, columns] = ids
+            segments[i, columns] = number
+            mask[i, columns] = trained
     return Batch(tokens=tokens, segments=segments, mask=mask, prompt=np.arange(N, dtype=np.int32))
 
 

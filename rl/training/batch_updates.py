@@ -34,7 +34,8 @@ from rl.training.media import towers
 from rl.training.packing.packing import Packing, plan_rows
 from rl.training.packing.row_shapes import RowBounds
 from rl.training.packing.trees import Sharing, plan_tree_rows
-from rl.training.updater import LossCall, ParamState, updates_made
+from rl.training.updater import LossCall
+from rl.training.updates.optimizer_step import ParamState, updates_made
 
 # Target number of tokens in a default micro-batch on a CPU.
 CPU_TOKENS = 1024

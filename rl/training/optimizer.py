@@ -229,13 +229,15 @@ def orthogonalized(path: str, weight: jax.Array, axes: WeightAxes, steps: int) -
     4 matrices [1024, 3072] of 32, of which 4 are zeros.
     """
     mesh = axes.layout.mesh
-    rows, columns = axes.rows(path), axes.columns(path)
+    rows = axes.rows(path)
+    columns = axes.columns(path)
     spec = axes.layout.moment_spec(axes.names[path], weight.shape)
     stack = [dim for dim in range(weight.ndim) if dim not in rows + columns]
     stack.sort(key=lambda dim: not axes_of(spec[dim]))  # one of them may be cut, such as experts
     order = (*stack, *rows, *columns)
     x = weight.transpose(order)
-    stacked, matrix = x.shape[: len(stack)], x.shape[len(stack) :]
+    stacked = x.shape[: len(stack)]
+    matrix = x.shape[len(stack) :]
     cut = axes_of(spec[stack[0]]) if stack else ()
     cuts = [cut, *(axes_of(spec[dim]) for dim in rows + columns)]
     specs = _uncut(cuts, {axis: size for axis, size in mesh.shape.items() if size > 1})

@@ -40,15 +40,8 @@ from rl.training.batch_updates import (
 from rl.training.critic import Critic
 from rl.training.packing.packing import plan_packing
 from rl.training.packing.trees import Sharing, plan_trees
-from rl.training.updater import (
-    LossCall,
-    LossOutput,
-    OptimizerStep,
-    ParamState,
-    Update,
-    UpdateArguments,
-    UpdateCall,
-)
+from rl.training.updater import LossCall, LossOutput, Update, UpdateArguments, UpdateCall
+from rl.training.updates.optimizer_step import OptimizerStep, ParamState
 from rl.training.weights import WeightGroup, Weights
 
 # Tokens that one device scores at a time, unless it is a CPU.

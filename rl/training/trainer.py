@@ -40,15 +40,8 @@ from rl.training.critic import Critic
 from rl.training.host_memory import copied, mixed
 from rl.training.packing.packing import Packing
 from rl.training.teacher import Student, Teacher
-from rl.training.updater import (
-    LossCall,
-    LossOutput,
-    OptimizerStep,
-    ParamState,
-    Update,
-    UpdateArguments,
-    UpdateCall,
-)
+from rl.training.updater import LossCall, LossOutput, Update, UpdateArguments, UpdateCall
+from rl.training.updates.optimizer_step import OptimizerStep, ParamState
 from rl.training.weights import WeightGroup, Weights
 
 

@@ -262,7 +262,8 @@ class Verifier:
     ):
         """Draws from a few rows of logits at a time, as the head computes them. processors: the
         LogitsProcessors of the rows; None: no row has any."""
-        graph, (R, T, E) = self.scorer.graph, hidden_RTE.shape
+        graph = self.scorer.graph
+        R, T, E = hidden_RTE.shape
         V = graph.config.vocab_size
         places = R * T
         m = head.Tiling(graph.runtime.num_vocab_tiling).rows(places, V)

@@ -149,7 +149,8 @@ class PageAllocator:
             if node is None:
                 node = parent.children[page_tokens] = _IndexNode(parent, page_tokens)
             if node.page is None and page not in self._node_of:
-                node.page, self._node_of[page] = page, node
+                node.page = page
+                self._node_of[page] = node
         self._prune(node)
 
     def _prune(self, node: _IndexNode) -> None:

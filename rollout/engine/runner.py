@@ -125,7 +125,8 @@ class ModelRunner:
         self.chunk = functions.chunk
         self.lookahead_tokens = functions.lookahead_tokens
         self.records_routes = functions.records_routes
-        self.decode_steps, self.max_prefill_rows = functions.decode_steps, prefill_rows(slots)
+        self.decode_steps = functions.decode_steps
+        self.max_prefill_rows = prefill_rows(slots)
         table_width = (
             -(-(max_length + functions.drafts) // options.page_size) if functions.paged else None
         )
@@ -238,7 +239,8 @@ class ModelRunner:
         None if the cache is contiguous. first_chunk: every start is 0, and earlier entries of the
         rows are ignored.
         """
-        (rows, pages_PM), (tokens_PC, starts, lengths, _, media) = places, inputs
+        rows, pages_PM = places
+        tokens_PC, starts, lengths, _, media = inputs
         arguments = params, cache, rows, tokens_PC, starts, lengths, pages_PM
         name = "prefill" if first_chunk else "extend"
         shape = tokens_PC.shape

@@ -11,8 +11,8 @@ from oracles import configuration, random_model
 
 from policy import families
 from policy.modes import make_step
-from rl.training import updater
 from rl.training.auxiliary_losses import auxiliary_loss, totals
+from rl.training.updates import optimizer_step
 
 DEPTH = 2
 
@@ -105,7 +105,7 @@ def check_detached(*which):
 def test_an_infinite_gradient_of_detached_modules_skips_the_update():
     for square, finite in ((1.0, True), (np.inf, False), (np.nan, False)):
         squares = {"embed_tokens": jnp.float32(1.0), "mtp.layer.norm": jnp.float32(square)}
-        clipping = updater._clipping(squares, 1.0, detach=True)
+        clipping = optimizer_step._clipping(squares, 1.0, detach=True)
         assert bool(clipping.is_finite(jnp.float32(0.0))) is finite and clipping.norm == 1.0
 
 

@@ -18,6 +18,7 @@ import pytest
 from rl.commands import cli
 from rl.errors import ConfigError
 from rl.records.run_files import Attempt
+from rl.records.samples import TRAINED
 from rl.views.report import charts, read, samples, sections, series, settings, svg
 
 EVIL = '</script><img src=x onerror="document.title=1"><!-- \u2028 \x00 & "quotes"'
@@ -354,7 +355,7 @@ def test_large_files_give_the_same_choice(tmp_path, monkeypatch):
 def test_tokens_give_the_gap(tmp_path, files):
     run, tokens = write_run(tmp_path, [event("grpo", 1, loss=1.0)]), np.zeros(40, samples.TOKEN)
     (run / "samples").mkdir()
-    tokens["flags"] = samples.TRAINED
+    tokens["flags"] = TRAINED
     tokens["gap"][12], tokens["gap"][25], tokens["flags"][25], tokens["gap"][30:] = (
         -0.25,
         9.0,
@@ -558,6 +559,23 @@ def test_compare_as_text(tmp_path, capsys):
         "not reached",
     ] in lines
     assert ["seed", "-", "3"] in lines
+
+
+def test_settings_of_stages_are_compared_by_their_names(tmp_path, capsys):
+    """`stages.1` of one run is `stages.0` of the other."""
+    grpo = "{algorithm: {name: grpo}, steps: 9, prompts_per_step: "
+    stages = {"a": f"[{{algorithm: {{name: sft}}, steps: 4}}, {grpo}8}}]", "b": f"[{grpo}16}}]"}
+    for name, text in stages.items():
+        learning(tmp_path / name)
+        (tmp_path / name / "config.yml").write_text(f"seed: 3\nstages: {text}\n")
+    assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--text"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = [re.split(r"  +", line.strip()) for line in lines if line.startswith("stages.")]
+    assert rows == [
+        ["stages.sft.algorithm.name", '"sft"', "-"],
+        ["stages.sft.steps", "4", "-"],
+        ["stages.grpo.prompts_per_step", "8", "16"],
+    ]
 
 
 def test_compare_draws_each_run_once_in_a_chart(tmp_path):

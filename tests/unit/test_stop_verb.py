@@ -147,6 +147,18 @@ def test_runs_that_are_not_running_are_named(run, tmp_path, capsys):
     assert not stop.is_asked(run)
 
 
+def test_samples_without_training_are_not_stopped(run, capsys):
+    """`rl rollout` does not look for the request."""
+    (run / run_files.ROLLOUTS).write_text("{}")
+    thread = goes_on(run, lambda folder: None)
+    code = rl_stop(run)
+    asked = stop.is_asked(run)
+    stop.ask(run)  # ends the thread
+    thread.join()
+    assert code == 2 and not asked
+    assert f"{run} holds samples of `rl rollout`" in capsys.readouterr().err
+
+
 def test_a_run_on_another_machine_is_asked_although_its_lock_is_not_seen(run, capsys):
     attempt(run, host="elsewhere")
 

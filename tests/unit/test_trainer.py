@@ -25,7 +25,8 @@ from rl.config.stage import OptimizerOptions
 from rl.training.batch import padded_batch
 from rl.training.learning_rate import drawn, learning_rate
 from rl.training.optimizer import schedule, stored_as
-from rl.training.updater import UpdateArguments, UpdateCall, updates_made
+from rl.training.updater import UpdateArguments, UpdateCall
+from rl.training.updates.optimizer_step import updates_made
 from rl.training.weights import WeightGroup, Weights
 from rollout import Generator, GeneratorOptions, SamplingParams
 

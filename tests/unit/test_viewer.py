@@ -328,21 +328,21 @@ def test_an_old_list_of_files_keeps_the_samples_of_one_that_moved(run, monkeypat
 def test_tokens_of_a_new_file_are_not_those_of_lines_that_moved(run, monkeypatch):
     """The run starts new files between the reads of lines and of tokens."""
     index = Index(run)
-    gaps = index_module._gaps
+    gaps = index_module._logp_diffs
 
     def rotated(path, spans):
-        monkeypatch.setattr(index_module, "_gaps", gaps)
+        monkeypatch.setattr(index_module, "_logp_diffs", gaps)
         log = SampleLog(run, limit=1)
         log.rotate()
         write(log, (20, 21, 22))
         log.close()
         return gaps(path, spans)
 
-    monkeypatch.setattr(index_module, "_gaps", rotated)
+    monkeypatch.setattr(index_module, "_logp_diffs", rotated)
     assert not index.refresh()
     assert index.refresh() and index.total == 24
     places = search.places(index, search.search(index, "step:7-8"))
-    assert [round(each.numbers.gap, 4) for each in places] == [0.008, 0.008, 0.007, 0.007]
+    assert [round(each.numbers.logp_diff, 4) for each in places] == [0.008, 0.008, 0.007, 0.007]
 
 
 def test_a_record_is_that_of_its_sample(run):
@@ -382,7 +382,8 @@ def _truncated(content: bytes) -> bytes:
 
 def _of_other_tables(_: bytes) -> bytes:
     with contextlib.closing(sqlite3.connect(":memory:")) as database:
-        database.executescript("CREATE TABLE other (a); PRAGMA user_version = 1")
+        version = f"PRAGMA user_version = {index_module._VERSION}"
+        database.executescript(f"CREATE TABLE other (a); {version}")
         return database.serialize()
 
 

@@ -18,9 +18,10 @@ SUMMARY = "end a run after its step, with its weights exported"
 DESCRIPTION = """\
 Asks a run to stop. It finishes its step, saves a checkpoint, writes its weights to export/ and ends
 with exit code 0. `rl-train RUN` continues it (docs/stopping.md)."""
-HELP = """exit codes: 0 stopped, or ended before; 2 no run there, one that is not running and was
-not finished, or one that goes on since the request was withdrawn; 5 the folder cannot be written;
-76 the run was killed meanwhile; any other: that of the run, which ended with an error"""
+HELP = """exit codes: 0 stopped, or ended before; 2 no run there, samples of `rl rollout`, a run that
+is not running and was not finished, or one that goes on since the request was withdrawn; 5 the
+folder cannot be written; 76 the run was killed meanwhile; any other: that of the run, which ended
+with an error"""
 
 _PAUSE_S = 0.2
 _GONE_S = 5.0
@@ -41,11 +42,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Asks the run to stop, waits for its end and returns the exit code."""
     from rewards.text import quoted
     from rl.errors import ConfigError, ProcessLost, ResourceError
-    from rl.records.run_files import check_run
+    from rl.records.run_files import ROLLOUTS, check_run
     from rl.run.unfinished import stop
 
     path = Path(arguments.run_directory)
     check_run(path)
+    if (path / ROLLOUTS).exists():
+        raise ConfigError(
+            f"{path} holds samples of `rl rollout`, and `rl stop` ends training; end the command "
+            "with Ctrl-C or SIGTERM after its step: `rl rollout "
+            f"{quoted(path)}` goes on from there"
+        )
     running = stop.in_use(path)
     elsewhere = _elsewhere(path)
     if not running and elsewhere is None:

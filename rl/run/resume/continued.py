@@ -295,7 +295,8 @@ def check_same(before: RunConfig, config: RunConfig) -> None:
     )
     if config.changes and before.changes[: len(config.changes)] != config.changes:
         different.append("changes")
-        theirs["changes"], ours["changes"] = _shown(before.changes), _shown(config.changes)
+        theirs["changes"] = _shown(before.changes)
+        ours["changes"] = _shown(config.changes)
     if different:
         shown = "; ".join(
             f"{key}: {theirs.get(key)} there, {ours.get(key)} here" for key in different[:5]

@@ -13,7 +13,7 @@ import numpy as np
 
 from rewards import Scores
 from rl.records.messages import entries, is_data_uri, without_contents
-from rl.records.samples import LAST_TURN, STOP, TOKEN, TRAINED
+from rl.records.samples import LAST_TURN, LOGP_DIFF, STOP, TOKEN, TRAINED
 from rl.records.schema import SampleRecord
 from rollout.collect import Rollouts
 
@@ -134,8 +134,8 @@ def token_records(
     """Returns TOKEN[n_prompt + n] (rl/records/samples.py) of each trajectory: those of its
     segments, one after the other.
 
-    batch: the rows of the step. outputs: arrays [N,T] of `TokenOutputs`, and `logp_diff`,
-    which is `gap` in the record; None or empty: no update of the policy saw the batch.
+    batch: the rows of the step. outputs: arrays [N,T] of `TokenOutputs`, and `logp_diff`; None or
+    empty: no update of the policy saw the batch.
     """
     parts: list[list[np.ndarray]] = [[] for _ in rollouts.trajectories]
     turns: Counter[int] = Counter()
@@ -153,7 +153,7 @@ def _token_record(segment: Segment, turns_before: int) -> np.ndarray:
     before it in its trajectory."""
     tokens = np.zeros(len(segment.tokens), TOKEN)
     tokens["id"] = segment.tokens
-    for name in ("gap", "entropy", "advantage"):
+    for name in (LOGP_DIFF, "entropy", "advantage"):
         tokens[name] = np.nan
     tokens["logp"] = np.where(segment.policy, segment.logprobs, np.float32(np.nan))
     for number, turn in enumerate(segment.turns, turns_before + 1):
@@ -179,6 +179,6 @@ def _add_outputs(
     )
     # A row without a score has no segment: the updates computed nothing of it.
     if outputs and batch.segments[row].any():
-        tokens["gap"][new] = outputs["logp_diff"][row, new]
+        tokens[LOGP_DIFF][new] = outputs["logp_diff"][row, new]
         tokens["entropy"][new] = outputs["entropy"][row, new]
         tokens["flags"][new] |= outputs["flags"][row, new] if "flags" in outputs else 0

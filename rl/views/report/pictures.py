@@ -20,10 +20,9 @@ from rl.views.report.series import esc
 
 MOST_BYTES = 600_000
 """Size of all pictures of a page, as data URIs."""
-_SIDE, _LEAST = (
-    128,
-    6,
-)  # pixels of a picture in a sample: its longest side, and the least of the other
+# Pixels of a picture in a sample: its longest side, and the least of the other.
+_SIDE = 128
+_LEAST = 6
 
 
 @dataclass
@@ -57,7 +56,8 @@ def embed(runs: Sequence[RecordedRun], chosen: Sequence[samples.Chosen], room: i
             file = thumbnails.read(run.path, digest)
             if sides is None or file is None:
                 continue
-            name, (width, height) = f"p{len(symbols)}", sides
+            name = f"p{len(symbols)}"
+            width, height = sides
             uri = f"data:{file.kind};base64,{base64.b64encode(file.content).decode()}"
             symbol = (
                 f'<symbol id="{name}" viewBox="0 0 {width} {height}" preserveAspectRatio="none">'

@@ -18,11 +18,11 @@ from typing import NamedTuple, NotRequired, TypedDict
 import numpy as np
 
 from rl.records.run_files import Damage, sample_files, tokens_file
-from rl.records.samples import TOKEN, TRAINED
+from rl.records.samples import LOGP_DIFF, TOKEN, largest_logp_diffs
 from rl.records.schema import RawLine
 from rl.views.report.read import ReportPart
 
-KINDS = ("best", "worst", "gap", "longest", "cut off", "faulted", "random")
+KINDS = ("best", "worst", LOGP_DIFF, "longest", "cut off", "faulted", "random")
 """Reasons to show a completion, in the order of the page."""
 
 _PARSED = 64 * 2**20  # bytes of samples up to which every line is parsed
@@ -31,8 +31,8 @@ _BLOCKS = 64
 
 
 class ChosenSample(TypedDict):
-    """What choosing adds to a line: the reasons, and the gap if it is known. The other keys are
-    those of the line as it was read."""
+    """What choosing adds to a line: the reasons, and `largest_logp_diffs` if it is known. The other
+    keys are those of the line as it was read."""
 
     why: list[str]
     gap: NotRequired[float]
@@ -53,8 +53,7 @@ class Chosen:
 
 @dataclass
 class _Index:
-    """Numbers of every completion, one entry each; a gap is NaN where it is unknown, a reward where
-    there is none."""
+    """Numbers of every completion, one entry each; a reward is NaN where there is none."""
 
     file: list[int] = field(default_factory=list)
     offset: list[int] = field(default_factory=list)
@@ -85,8 +84,8 @@ def choose(
         _scan(index, files[block.file], block, extract, part, damage)
     partial = sum(block.last - block.first for block in blocks) < sum(sizes)
     result = Chosen(total=len(index.file), partial=partial)
-    gaps = _gaps(index, files)
-    chosen = pick(index.reward, index.length, index.cut, index.faulted, gaps, count, seed)
+    logp_diffs = _logp_diffs(index, files)
+    chosen = pick(index.reward, index.length, index.cut, index.faulted, logp_diffs, count, seed)
     for row, why in sorted(chosen.items(), reverse=True):
         with files[index.file[row]].open("rb") as file:
             file.seek(index.offset[row])
@@ -97,8 +96,8 @@ def choose(
             damage.append(Damage(files[index.file[row]], index.line[row], "damaged line"))
             continue
         record |= {"why": [kind for kind in KINDS if kind in why]}
-        if math.isfinite(gaps[row]):
-            record["gap"] = float(gaps[row])
+        if math.isfinite(logp_diffs[row]):
+            record[LOGP_DIFF] = float(logp_diffs[row])
         result.records.append(record)
     return result
 
@@ -108,7 +107,7 @@ def pick(
     length: Sequence[int],
     cut: Sequence[bool],
     faulted: Sequence[bool],
-    gap: np.ndarray,
+    logp_diff: np.ndarray,
     count: int,
     seed: int = 0,
 ) -> dict[int, set[str]]:
@@ -125,7 +124,7 @@ def pick(
     ranked = {
         "best": _top(rewards, order),
         "worst": _top(-rewards, order),
-        "gap": _top(np.where(gap > 0, gap, np.nan), order),
+        LOGP_DIFF: _top(np.where(logp_diff > 0, logp_diff, np.nan), order),
         "longest": _top(lengths, order),
         "cut off": order[np.asarray(cut, bool)[order]],
         "faulted": order[np.asarray(faulted, bool)[order]],
@@ -328,12 +327,9 @@ def _value(line: bytes, start: int) -> bytes:
     return line[start:end].rstrip(b"}\r\n").strip()
 
 
-def _gaps(index: _Index, files: Sequence[Path]) -> np.ndarray:
-    """Returns for each completion the largest difference between generator and trainer, from the
-    .bin files.
-
-    A completion extends to the place of the next one. Only tokens of the mask count.
-    """
+def _logp_diffs(index: _Index, files: Sequence[Path]) -> np.ndarray:
+    """Returns `largest_logp_diffs` of each completion, from the .bin files; NaN where it is
+    unknown."""
     result = np.full(len(index.file), np.nan)
     of_file = np.asarray(index.file, np.int64)
     at = np.asarray(index.at, np.int64)
@@ -345,9 +341,6 @@ def _gaps(index: _Index, files: Sequence[Path]) -> np.ndarray:
         tokens = np.memmap(binary, TOKEN, "r", shape=(binary.stat().st_size // TOKEN.itemsize,))
         rows = rows[at[rows] < len(tokens)]
         rows = rows[np.argsort(at[rows], kind="stable")]
-        places, first = np.unique(at[rows], return_index=True)
-        if len(places):
-            size = np.abs(tokens["gap"].astype(np.float32))
-            size[(tokens["flags"] & TRAINED == 0) | ~np.isfinite(size)] = np.nan
-            result[rows[first]] = np.fmax.reduceat(size, places)
+        starts, first = np.unique(at[rows], return_index=True)
+        result[rows[first]] = largest_logp_diffs(tokens, starts)
     return result

@@ -132,9 +132,13 @@ def differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[JsonValue]]
     no such key.
 
     Keys of `run` and `profile` are left out, and keys that one version of Duet writes as null,
-    false or empty and another does not have.
+    false or empty and another does not have. Where the runs have other stages, a key has the name
+    of its stage in the place of the number: `stages.grpo.steps`.
     """
-    tables = [dict(flat(run.config)) for run in runs]
+    names = [stage_names(run.config) for run in runs]
+    same = all(each == names[0] for each in names)
+    configs = [run.config if same else _with_named_stages(run.config) for run in runs]
+    tables = [dict(flat(config)) for config in configs]
     keys = dict.fromkeys(key for table in tables for key in table if not key.startswith(_FREE))
     rows = ((key, [table.get(key) for table in tables]) for key in keys)
     return [
@@ -145,3 +149,11 @@ def differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[JsonValue]]
             any(value not in _NOTHING for value in values) or all(key in table for table in tables)
         )
     ]
+
+
+def _with_named_stages(config: JsonObject) -> JsonObject:
+    """Returns a configuration with its stages by name."""
+    stages = config.get("stages")
+    if not isinstance(stages, list):
+        return config
+    return {**config, "stages": dict(zip(stage_names(config), stages, strict=True))}

@@ -31,14 +31,14 @@ import numpy as np
 
 from rl.records.messages import identity
 from rl.records.run_files import SEGMENTS, sample_files, tokens_file
-from rl.records.samples import TOKEN, TRAINED
+from rl.records.samples import TOKEN, largest_logp_diffs
 from rl.records.schema import RawLine
 from rl.views.report.samples import sample_length
 
 INDEX = "index.sqlite"
 SqlValue = int | float | str | None
 """What a column of the database holds."""
-_VERSION = 1
+_VERSION = 2
 _SCHEMA = f"""
 PRAGMA user_version = {_VERSION};
 CREATE TABLE segment (
@@ -68,9 +68,9 @@ CREATE TABLE sample (
     stage INTEGER,           -- number of a name, as finish
     finish INTEGER,
     eval INTEGER,
-    reward REAL,             -- NULL if there is none, as advantage and gap
+    reward REAL,             -- NULL if there is none, as advantage and logp_diff
     advantage REAL,
-    gap REAL                 -- largest |trainer - generator| of a trained token
+    logp_diff REAL           -- largest |trainer - generator| of a trained token
 );
 CREATE INDEX of_group ON sample (prompt, step);
 CREATE INDEX of_row ON sample (same);
@@ -81,7 +81,7 @@ CREATE TABLE fault (sample INTEGER, kind INTEGER, PRIMARY KEY (sample, kind)) WI
 _SAMPLE_COLUMNS = 21
 _SELECTED = """
 SELECT size, same, prompt, step, sample, version, n_prompt, len, stage, finish, eval, reward,
-advantage, gap FROM sample WHERE id = ?
+advantage, logp_diff FROM sample WHERE id = ?
 """
 _OFFSET_BITS = 40
 _OFFSET = (1 << _OFFSET_BITS) - 1
@@ -149,7 +149,8 @@ class SampleKey(NamedTuple):
 @dataclass(frozen=True)
 class IndexedSample:
     """The numbers of one completion. stage, finish: as the run named them; faults: kinds;
-    reward, advantage, gap, scores of functions: None if there is none."""
+    reward, advantage, scores of functions: None if there is none. logp_diff: the largest of its
+    tokens that are trained on, without the sign; None: unknown."""
 
     id: int
     segment: SampleSegment
@@ -166,7 +167,7 @@ class IndexedSample:
     eval: bool
     reward: float | None
     advantage: float | None
-    gap: float | None
+    logp_diff: float | None
     scores: dict[str, float | None]
     faults: list[str]
 
@@ -230,7 +231,7 @@ class Index:
         selected = self.query(_SELECTED, (number,))
         for own in selected:
             size, same, prompt, step, sample, version, n_prompt, length, *rest = own
-            stage, finish, evaluation, reward, advantage, gap = rest
+            stage, finish, evaluation, reward, advantage, logp_diff = rest
             return IndexedSample(
                 id=number,
                 segment=self.segment_of(number),
@@ -247,7 +248,7 @@ class Index:
                 eval=bool(evaluation),
                 reward=reward,
                 advantage=advantage,
-                gap=gap,
+                logp_diff=logp_diff,
                 scores=self._scores(number),
                 faults=self._faults(number),
             )
@@ -506,11 +507,11 @@ class Index:
                 scores += own_scores
                 faults += own_faults
             offset += len(line)
-        gaps = _gaps(segment.path, spans)
+        logp_diffs = _logp_diffs(segment.path, spans)
         if not _names(segment.path, opened):
             raise _MovedError(segment.path)
-        for row, gap in zip(rows, gaps, strict=True):
-            row.append(gap)
+        for row, logp_diff in zip(rows, logp_diffs, strict=True):
+            row.append(logp_diff)
         marks = ", ".join("?" * _SAMPLE_COLUMNS)
         with self._database:
             self._database.executemany(f"INSERT INTO sample VALUES ({marks})", rows)
@@ -521,7 +522,7 @@ class Index:
         self._lines.pop(segment, None)
 
     def _row(self, record: RawLine, number: int, line: bytes, span: TokenSpan) -> list[SqlValue]:
-        """Returns the columns of a sample in the order of the table, but the gap, which is last."""
+        """Returns the columns of a sample in the order of the table, but the last, `logp_diff`."""
         prompt = identity(record).encode("utf-8", "surrogatepass")
         same = int.from_bytes(blake2b(prompt, digest_size=8).digest(), "little", signed=True)
         return [
@@ -605,8 +606,8 @@ def _token_span(record: RawLine) -> TokenSpan:
     return span
 
 
-def _gaps(path: Path, spans: list[TokenSpan]) -> list[float | None]:
-    """Reads the tokens of samples of a file. Returns the gap of each, None if it is unknown."""
+def _logp_diffs(path: Path, spans: list[TokenSpan]) -> list[float | None]:
+    """Reads the tokens of samples of a file. Returns `IndexedSample.logp_diff` of each."""
     result: list[float | None] = [None] * len(spans)
     binary = tokens_file(path)
     at, n_prompt, length = np.array(spans, np.int64).reshape(-1, 3).T
@@ -619,15 +620,12 @@ def _gaps(path: Path, spans: list[TokenSpan]) -> list[float | None]:
     if low >= high:
         return result
     tokens = np.fromfile(binary, TOKEN, high - low, offset=low * TOKEN.itemsize)
-    size = np.abs(tokens["gap"].astype(np.float32))
-    size[(tokens["flags"] & TRAINED == 0) | ~np.isfinite(size)] = np.nan
     known = known[at[known] - low < len(tokens)]
     known = known[np.argsort(at[known], kind="stable")]
     starts, first = np.unique(at[known] - low, return_index=True)
-    if len(starts):
-        gaps = np.fmax.reduceat(size, starts)
-        for row, gap in zip(known[first].tolist(), gaps.tolist(), strict=True):
-            result[row] = _number(gap)
+    largest = largest_logp_diffs(tokens, starts)
+    for row, logp_diff in zip(known[first].tolist(), largest.tolist(), strict=True):
+        result[row] = _number(logp_diff)
     return result
 
 

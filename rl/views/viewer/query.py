@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 from rewards.suggest import nearest
 from rl.errors import ConfigError
+from rl.records.samples import LOGP_DIFF
 
 NUMBERS = {
     "step": "step",
     "reward": "reward",
     "len": "len",
     "adv": "advantage",
-    "gap": "gap",
+    LOGP_DIFF: "logp_diff",
     "prompt": "prompt",
     "sample": "sample",
     "version": "version",

@@ -75,7 +75,7 @@ def short(index: Index, place: SamplePlace) -> ShortSample:
         "reward": number(own.reward),
         "rewards": {name: number(score) for name, score in own.scores.items()},
         "advantage": number(own.advantage),
-        "gap": number(own.gap),
+        "gap": number(own.logp_diff),
         "len": own.len,
         "finish": own.finish,
         "faults": own.faults,

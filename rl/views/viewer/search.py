@@ -15,14 +15,15 @@ import numpy as np
 
 from policy.json_types import JsonValue
 from rewards.suggest import nearest
-from rl.records.samples import TOKEN, read_tokens
+from rl.records.samples import LOGP_DIFF, TOKEN, read_tokens
 from rl.records.schema import SampleRecord
 from rl.views.viewer import query
 from rl.views.viewer.index import Index, IndexedSample, SampleSegment, SqlValue, storable
 from rl.views.viewer.query import FilterError, Flag, NumberTerm, Regex, Term, Text, Word
 
-SORTS = {"reward": "reward", "gap": "gap", "len": "len"}
-_OF_SINGLE_PRECISION = ("advantage", "gap")
+SORTS = {"reward": "reward", LOGP_DIFF: "logp_diff", "len": "len"}
+"""Word of an order -> column of the index."""
+_OF_SINGLE_PRECISION = ("advantage", "logp_diff")
 _CHUNK = 8 << 20
 
 
@@ -71,8 +72,8 @@ class Condition:
 def matching(index: Index, terms: Sequence[Term], sort: str | None = None) -> np.ndarray:
     """Returns the ids of the samples that meet all terms, int64[n].
 
-    The newest come first; with sort, the largest reward, gap or length, and those without a value
-    last. Raises FilterError for a reward function that the run does not have.
+    The newest come first; with sort, one of SORTS, those with the largest value, and those without
+    a value last. Raises FilterError for a reward function that the run does not have.
     """
     conditions = []
     values: list[SqlValue] = []

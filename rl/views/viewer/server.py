@@ -47,10 +47,8 @@ _HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 _EVENTS = 1 << 20  # bytes of events.jsonl in one answer
-_SLICE, _PAUSE = (
-    0.2,
-    1.0,
-)  # seconds of indexing before a request may pass, and between looks at a complete index
+_SLICE = 0.2  # seconds of indexing before a request may pass
+_PAUSE = 1.0  # seconds between looks at a complete index
 
 
 class Viewer:

@@ -1,0 +1,1 @@
+"""The parts of an update (rl/training/updater.py)."""
