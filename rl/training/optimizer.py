@@ -4,6 +4,11 @@ memory.
 Weights and gradients are flat dicts by path. The state of the optax transformation must consist of
 counters and such dicts. Layer by layer, the transformation must be elementwise, as AdamW is: one
 that takes the norm of an array cannot run there.
+
+A step that is not `good` leaves weights and state as they are. The rules choose between old and new
+moments themselves (`chosen`) and take the change from the chosen ones: what the program returns is
+then also what its change reads, so XLA overwrites the old moments. A choice after the rule makes
+XLA compute the new moments twice, which needs a copy of the old ones.
 """
 
 from __future__ import annotations
@@ -29,6 +34,8 @@ from rl.training.learning_rate import learning_rate
 
 State = TypeVar("State", bound=optax.OptState)
 """The state of an optimizer: a tree of arrays, or of their shapes or shardings."""
+Good = jax.Array | bool
+"""Whether a step changes weights and state."""
 
 
 def schedule(options: OptimizerOptions, steps: int, updates_per_step: int = 1) -> optax.Schedule:
@@ -106,10 +113,18 @@ _TABLE_WIDTHS = ("embed_vocab", "engram_row")
 """Last axis of a table whose rows are looked up by ids."""
 
 
+def chosen(good: Good, new: State, old: State) -> State:
+    """Returns the new arrays after a good step, else the old ones."""
+    return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+
+
 def optimizer(
     options: OptimizerOptions, rate: optax.Schedule, axes: WeightAxes, param_dtype: str
-) -> optax.GradientTransformation:
-    """Returns the optimizer for weights in `param_dtype`, with the decay of `WeightAxes.decays`."""
+) -> optax.GradientTransformationExtraArgs:
+    """Returns the optimizer for weights in `param_dtype`, with the decay of `WeightAxes.decays`.
+
+    Its update takes `good` too: whether moments change.
+    """
     transform = optax.chain(
         RULES[options.name](options, axes),
         optax.add_decayed_weights(
@@ -127,20 +142,54 @@ def optimizer(
     )
 
 
-def _adamw(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
-    assert options.beta1 is not None and options.beta2 is not None and options.eps is not None
-    return optax.scale_by_adam(b1=options.beta1, b2=options.beta2, eps=options.eps)
+def _adamw(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformationExtraArgs:
+    b1, b2, eps = options.beta1, options.beta2, options.eps
+    assert b1 is not None and b2 is not None and eps is not None
+    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+
+    def update(grads, state, weights=None, *, good: Good = True):
+        count = cast(jax.Array, optax.safe_increment(state.count))
+        mu = chosen(good, optax.tree.update_moment(grads, state.mu, b1, 1), state.mu)
+        nu = chosen(good, optax.tree.update_moment(grads, state.nu, b2, 2), state.nu)
+        changes = jax.tree.map(
+            lambda mean, square: mean / (jnp.sqrt(square) + eps),
+            optax.tree.bias_correction(mu, b1, count),
+            optax.tree.bias_correction(nu, b2, count),
+        )
+        return changes, optax.ScaleByAdamState(count, mu, nu)
+
+    return _rule(adam.init, update)
 
 
-def _lion(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
+def _lion(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformationExtraArgs:
     assert options.beta1 is not None and options.beta2 is not None
-    return optax.scale_by_lion(b1=options.beta1, b2=options.beta2)
+    lion = optax.scale_by_lion(b1=options.beta1, b2=options.beta2)
+
+    def update(grads, state, weights=None, *, good: Good = True):
+        changes, new = cast(Any, lion.update(grads, state))
+        return changes, new._replace(mu=chosen(good, new.mu, state.mu))
+
+    return _rule(lion.init, update)
 
 
-def _sgd(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
-    if not options.momentum:
+def _sgd(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformationExtraArgs:
+    decay = options.momentum
+    if not decay:
         return counted(optax.identity())
-    return counted(optax.trace(options.momentum, nesterov=bool(options.nesterov)))
+
+    def ahead(grad, momentum):
+        return grad + decay * momentum
+
+    def update(grads, state, weights=None, *, good: Good = True):
+        momentum = chosen(good, jax.tree.map(ahead, grads, state.trace), state.trace)
+        changes = jax.tree.map(ahead, grads, momentum) if options.nesterov else momentum
+        return changes, optax.TraceState(momentum)
+
+    return counted(_rule(optax.trace(decay).init, update))
+
+
+def _rule(init: Callable, update: Callable) -> optax.GradientTransformationExtraArgs:
+    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
 
 
 class Counted(NamedTuple):
@@ -150,17 +199,18 @@ class Counted(NamedTuple):
     inner: Any
 
 
-def counted(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+def counted(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Returns a rule that counts updates, for one that does not."""
+    rule = optax.with_extra_args_support(rule)
 
     def init(weights):
         return Counted(jnp.zeros([], jnp.int32), rule.init(weights))
 
-    def update(grads, state, weights=None):
-        changes, inner = rule.update(grads, state.inner, weights)
+    def update(grads, state, weights=None, *, good: Good = True):
+        changes, inner = rule.update(grads, state.inner, weights, good=good)
         return changes, Counted(cast(jax.Array, optax.safe_increment(state.count)), inner)
 
-    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    return _rule(init, update)
 
 
 class Muon(NamedTuple):
@@ -170,7 +220,7 @@ class Muon(NamedTuple):
     adam: optax.ScaleByAdamState
 
 
-def _muon(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
+def _muon(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformationExtraArgs:
     """Muon (https://kellerjordan.github.io/posts/muon): the momentum M of a matrix, made nearly
     orthogonal, times a scale; Adam for all other weights (docs/optimizers.md).
 
@@ -205,15 +255,16 @@ def _muon(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransfor
         matrices, others = split(weights)
         return Muon(jax.tree.map(jnp.zeros_like, matrices), cast(Any, adam.init(others)))
 
-    def update(grads, state, weights=None):
+    def update(grads, state, weights=None, *, good: Good = True):
         matrices, others = split(grads)
-        momentum = jax.tree.map(mean, state.momentum, matrices)
+        new = jax.tree.map(mean, state.momentum, matrices)
+        momentum = chosen(good, new, state.momentum)
         ahead = jax.tree.map(mean, momentum, matrices) if options.nesterov else momentum
         changes = {path: change(path, each) for path, each in ahead.items()}
-        other_changes, adam_state = cast(Any, adam.update(others, state.adam))
+        other_changes, adam_state = cast(Any, adam.update(others, state.adam, good=good))
         return changes | other_changes, Muon(momentum, adam_state)
 
-    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    return _rule(init, update)
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -301,7 +352,9 @@ class Adafactor(NamedTuple):
     squares: dict[str, jax.Array]
 
 
-def _adafactor(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTransformation:
+def _adafactor(
+    options: OptimizerOptions, axes: WeightAxes
+) -> optax.GradientTransformationExtraArgs:
     """Adafactor (arXiv:1804.04235) without momentum. The mean of squares of a matrix is the product
     of its row means and its column means over the mean of all."""
 
@@ -338,16 +391,17 @@ def _adafactor(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTra
             return change
         return change * jnp.maximum(1e-3, jnp.sqrt(mean(jnp.square(weight), dims)))
 
-    def update(grads, state, weights):
+    def update(grads, state, weights, *, good: Good = True):
         count = cast(jax.Array, optax.safe_increment(state.count))
         decay = 1.0 - count.astype(jnp.float32) ** -rate
         squared = {path: jnp.square(grad) + 1e-30 for path, grad in grads.items()}
 
         def updated(means, dims_of):
-            return {
+            new = {
                 path: decay * old + (1.0 - decay) * mean(squared[path], dims_of(path))
                 for path, old in means.items()
             }
+            return chosen(good, new, means)
 
         new = Adafactor(
             count,
@@ -358,10 +412,12 @@ def _adafactor(options: OptimizerOptions, axes: WeightAxes) -> optax.GradientTra
         changes = {path: change(path, grad, new, weights[path]) for path, grad in grads.items()}
         return changes, new
 
-    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    return _rule(init, update)
 
 
-RULES: dict[str, Callable[[OptimizerOptions, WeightAxes], optax.GradientTransformation]] = {
+Rule = Callable[[OptimizerOptions, WeightAxes], optax.GradientTransformationExtraArgs]
+
+RULES: dict[str, Rule] = {
     "adamw": _adamw,
     "muon": _muon,
     "lion": _lion,
@@ -427,13 +483,15 @@ def sharding_of_moment(
 
 def stored_as(
     transform: optax.GradientTransformation, dtype: str, master: bool
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Returns `transform` computed in float32, with moments stored in `dtype`.
 
     master: the step updates a float32 copy of the weights, the first part of the state, and the
     weights are that copy rounded. bfloat16 weights need it: they lose steps smaller than half of
     the last bit, 1/512 of a number.
     """
+
+    transform = optax.with_extra_args_support(transform)
 
     def to_stored_dtype(state):
         return jax.tree.map(
@@ -445,12 +503,12 @@ def stored_as(
         state = to_stored_dtype(transform.init(wide))
         return (wide, *state) if master else state
 
-    def update(grads, state, weights):
+    def update(grads, state, weights, *, good: Good = True):
         wide, state = (state[0], state[1:]) if master else (_wide(weights), state)
-        changes, state = transform.update(grads, _wide(state), wide)
+        changes, state = transform.update(grads, _wide(state), wide, good=good)
         if not master:
             return changes, to_stored_dtype(state)
-        wide = optax.apply_updates(wide, changes)
+        wide = chosen(good, optax.apply_updates(wide, changes), wide)
         # Exact: float32 represents the difference of two close bfloat16 numbers.
         changes = jax.tree.map(
             lambda new, old: new.astype(old.dtype).astype(jnp.float32) - old.astype(jnp.float32),
@@ -459,9 +517,7 @@ def stored_as(
         )
         return changes, (wide, *to_stored_dtype(state))
 
-    return optax.GradientTransformation(
-        cast(optax.TransformInitFn, init), cast(optax.TransformUpdateFn, update)
-    )
+    return _rule(init, update)
 
 
 def _wide(tree: State) -> State:
@@ -471,7 +527,7 @@ def _wide(tree: State) -> State:
 
 
 def at_once(
-    transform: optax.GradientTransformation,
+    transform: optax.GradientTransformationExtraArgs,
     grads: dict,
     state: State,
     weights: dict,
@@ -479,10 +535,15 @@ def at_once(
 ) -> tuple[dict, State, jax.Array]:
     """Returns (weights, state, norm of the change) after a step; weights and state are unchanged if
     not `good`."""
-    changes, new_state = transform.update(grads, state, weights)
-    new = (optax.apply_updates(weights, changes), new_state)
-    weights, state = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, (weights, state))
-    return weights, state, norm(changes)
+    changes, stepped = transform.update(grads, state, weights, good=good)
+    new_weights = cast(dict, optax.apply_updates(weights, changes))
+    new_state = jax.tree.map(
+        lambda new, old: new if _by_path(new) else jnp.where(good, new, old),
+        stepped,
+        state,
+        is_leaf=_by_path,
+    )
+    return chosen(good, new_weights, weights), new_state, norm(changes)
 
 
 def norm(tree: optax.Updates) -> jax.Array:
@@ -492,7 +553,7 @@ def norm(tree: optax.Updates) -> jax.Array:
 
 
 def by_layer(
-    transform: optax.GradientTransformation,
+    transform: optax.GradientTransformationExtraArgs,
     grads: dict,
     state: State,
     weights: dict,

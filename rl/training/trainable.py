@@ -66,20 +66,20 @@ class Frozen:
         }
 
     def without_changes(
-        self, transform: optax.GradientTransformation
-    ) -> optax.GradientTransformation:
+        self, transform: optax.GradientTransformationExtraArgs
+    ) -> optax.GradientTransformationExtraArgs:
         """Returns an optimizer whose steps leave the frozen parts as they are, as weight decay
         would not."""
         if not self.parts:
             return transform
 
-        def update(grads, state, weights=None):
-            changes, state = transform.update(grads, state, weights)
+        def update(grads, state, weights=None, **more):
+            changes, state = transform.update(grads, state, weights, **more)
             return self.filled(
                 cast(Any, changes), -0.0
             ), state  # 0 + -0.0 is 0, and -0.0 + -0.0 is -0.0
 
-        return optax.GradientTransformation(transform.init, cast(Any, update))
+        return optax.GradientTransformationExtraArgs(transform.init, cast(Any, update))
 
     def note(self, moments: optax.OptState) -> str | None:
         """Returns a line of a plan about the parts; None: there are none.
