@@ -564,7 +564,8 @@ def test_compare_as_text(tmp_path, capsys):
 def test_settings_of_stages_are_compared_by_their_names(tmp_path, capsys):
     """`stages.1` of one run is `stages.0` of the other."""
     grpo = "{algorithm: {name: grpo}, steps: 9, prompts_per_step: "
-    stages = {"a": f"[{{algorithm: {{name: sft}}, steps: 4}}, {grpo}8}}]", "b": f"[{grpo}16}}]"}
+    sft = "{algorithm: {name: sft}, steps: 4, optimizer: {learning_rate: 0.5, clip_norm: 1.0}}"
+    stages = {"a": f"[{sft}, {grpo}8}}]", "b": f"[{grpo}16}}]"}
     for name, text in stages.items():
         learning(tmp_path / name)
         (tmp_path / name / "config.yml").write_text(f"seed: 3\nstages: {text}\n")
@@ -574,6 +575,7 @@ def test_settings_of_stages_are_compared_by_their_names(tmp_path, capsys):
     assert rows == [
         ["stages.sft.algorithm.name", '"sft"', "-"],
         ["stages.sft.steps", "4", "-"],
+        ["stages.sft.optimizer.learning_rate", "0.5", "-"],
         ["stages.grpo.prompts_per_step", "8", "16"],
     ]
 

@@ -131,14 +131,15 @@ def differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[JsonValue]]
     """Returns (dotted key, value in each run) of the keys whose values differ; None where a run has
     no such key.
 
-    Keys of `run` and `profile` are left out, and keys that one version of Duet writes as null,
-    false or empty and another does not have. Where the runs have other stages, a key has the name
-    of its stage in the place of the number: `stages.grpo.steps`.
+    Keys of `run` and `profile` are left out, and keys that a run does not have, as it has no such
+    stage or is of another version of Duet, where the others have the default, null, false or an
+    empty value. Where the runs have other stages, a key has the name of its stage in the place of
+    the number: `stages.grpo.steps`.
     """
-    names = [stage_names(run.config) for run in runs]
-    same = all(each == names[0] for each in names)
-    configs = [run.config if same else _with_named_stages(run.config) for run in runs]
-    tables = [dict(flat(config)) for config in configs]
+    stages = [stage_names(run.config) for run in runs]
+    named = dict if all(each == stages[0] for each in stages) else _with_named_stages
+    tables = [dict(flat(named(run.config))) for run in runs]
+    chosen = {key for run in runs for key, _ in flat(named(changed(run.config)))}
     keys = dict.fromkeys(key for table in tables for key in table if not key.startswith(_FREE))
     rows = ((key, [table.get(key) for table in tables]) for key in keys)
     return [
@@ -146,7 +147,8 @@ def differences(runs: Sequence[RecordedRun]) -> list[tuple[str, list[JsonValue]]
         for key, values in rows
         if any(value != values[0] for value in values)
         and (
-            any(value not in _NOTHING for value in values) or all(key in table for table in tables)
+            all(key in table for table in tables)
+            or (key in chosen and any(value not in _NOTHING for value in values))
         )
     ]
 
