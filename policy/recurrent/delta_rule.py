@@ -67,8 +67,9 @@ def chunked(
     last token).
 
     q, k [B, K, T, D]; v [B, K, G, T, V]; beta, g [B, K, G, T]. Within a chunk the written values
-    u_i = beta_i (v_i - S_i^T k_i) solve a unit lower triangular system (section 3.3): u = U - W S
-    with S the state before the chunk. U, W and all else that does not depend on S are computed for
+    u_i = beta_i (v_i - S_i^T k_i) solve a unit lower triangular system (section 3.3): u = alone
+    - taken S, with S the state before the chunk, `alone` what the chunk writes from an empty state,
+    and `taken` what it takes from S. These and all else that does not depend on S are computed for
     all chunks at once; three products remain in the scan.
     """
     T = v.shape[3]
@@ -78,17 +79,19 @@ def chunked(
     )
     decay, entering = decays(g, in_chunks(documents_BT, 1, C, mode="edge"))
     solution = unit_lower_inverse(beta[..., None] * decay * products(k, k)) * beta[..., None, :]
-    U = solution @ v
-    W = (solution * entering[..., None, :]) @ k[:, :, :, None]
+    alone = solution @ v
+    taken = (solution * entering[..., None, :]) @ k[:, :, :, None]
     remaining = decay[..., -1, :, None]
 
     def chunk(state, xs):
-        U, W, k, remaining, kept = xs
-        u = U - W @ state
+        alone, taken, k, remaining, kept = xs
+        u = alone - taken @ state
         after = kept[..., None] * state + jnp.einsum("bkcd,bkgcv->bkgdv", k, remaining * u)
         return after, (state, u)
 
-    state, (states, u) = jax.lax.scan(chunk, state_BKGDV, (U, W, k, remaining, entering[..., -1:]))
+    state, (states, u) = jax.lax.scan(
+        chunk, state_BKGDV, (alone, taken, k, remaining, entering[..., -1:])
+    )
     out = (
         entering[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, states)
         + (decay * products(q, k)) @ u
@@ -105,8 +108,8 @@ def chunked_trees(
 
     Arguments as in `chunked`. The path of a token enters a chunk with one of two states: the
     running one, after the token before the chunk, or the kept one, after the last root with leaves
-    that ended before the chunk. What a chunk writes depends on both: u = U - W_running S_running -
-    W_kept S_kept.
+    that ended before the chunk. What a chunk writes depends on both: u = alone -
+    taken_running S_running - taken_kept S_kept.
     """
     B, K, G, T, V = v.shape
     C = min(CHUNK, T)
@@ -116,8 +119,8 @@ def chunked_trees(
     paths = Paths.of(tree, C)
     decay, entering = decays_along(g, paths)
     solution = unit_lower_inverse(beta[..., None] * decay * products(k, k)) * beta[..., None, :]
-    U = solution @ v
-    W = tuple((solution * a[..., None, :]) @ k[:, :, :, None] for a in entering)
+    alone = solution @ v
+    taken = tuple((solution * a[..., None, :]) @ k[:, :, :, None] for a in entering)
     ends = paths.ends[:, :, None, None]
     # `remaining`: the decay of each value that the chunk writes; `passed`: that of the states that
     # enter it. Each up to the last token, for the next running state, and up to the end of the last
@@ -132,8 +135,8 @@ def chunked_trees(
     no_end = 1.0 - jnp.sum(ends, axis=-1)[..., None, None]
 
     def chunk(states, xs):
-        (running, kept), (U, W, k, remaining, passed, no_end) = states, xs
-        u = U - W[0] @ running - W[1] @ kept
+        (running, kept), (alone, taken, k, remaining, passed, no_end) = states, xs
+        u = alone - taken[0] @ running - taken[1] @ kept
         written = [jnp.einsum("bkcd,bkgcv->bkgdv", k, each * u) for each in remaining]
         after = (
             passed[0] * running + passed[1] * kept + written[0],
@@ -142,7 +145,9 @@ def chunked_trees(
         return after, (states, u)
 
     empty = jnp.zeros((B, K, G, q.shape[-1], V), jnp.float32)
-    _, (states, u) = jax.lax.scan(chunk, (empty, empty), (U, W, k, remaining, passed, no_end))
+    _, (states, u) = jax.lax.scan(
+        chunk, (empty, empty), (alone, taken, k, remaining, passed, no_end)
+    )
     out = (decay * products(q, k)) @ u
     for a, state in zip(entering, states, strict=True):
         out = out + a[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, state)
@@ -153,7 +158,7 @@ def chunked_trees(
 @jax.custom_vjp
 def unit_lower_inverse(a: jax.Array) -> jax.Array:
     """Computes the inverse of I + tril(a, -1), [..., C, C], from blocks of size 1 to C, two
-    neighbours at a time: [[P, 0], [Q, R]]^-1 = [[P^-1, 0], [-R^-1 Q P^-1, R^-1]].
+    neighbours at a time: [[x, 0], [y, z]]^-1 = [[x^-1, 0], [-z^-1 y x^-1, z^-1]].
 
     It uses products only. On CPU a batched triangular solve calls a threaded BLAS, which is slow
     and can hang in a backward pass. The series I - a + a^2 - ... loses all digits for equal keys.
@@ -161,7 +166,7 @@ def unit_lower_inverse(a: jax.Array) -> jax.Array:
     C = a.shape[-1]
 
     def quarters(size):
-        """Returns the lower left quarters Q of the diagonal blocks of size 2 `size`."""
+        """Returns the lower left quarters y of the diagonal blocks of size 2 `size`."""
         block = jnp.arange(C) // size
         return jnp.where((block[:, None] // 2 == block // 2) & (block[:, None] > block), a, 0)
 

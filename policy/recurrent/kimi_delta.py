@@ -1,7 +1,7 @@
 """Kimi Delta Attention (arXiv 2510.26692): a gated delta net whose state decays by a number for
 each key channel.
 
-B rows, T tokens, E hidden, K heads, D dimension of keys and values, W width of the convolution.
+B rows, T tokens, E hidden, K key heads, D dimension of keys and values, W width of the convolution.
 """
 
 from __future__ import annotations

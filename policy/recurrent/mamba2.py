@@ -1,9 +1,9 @@
 """Mamba-2 (arXiv 2405.21060): a state that decays by a factor computed from each token, with a gate
 and a norm on its output.
 
-B rows, T tokens, E hidden, K groups, G heads of a group, D and V dimensions of keys and values (the
-state and the head of the paper), J channels of a group in the convolution, W its width, X any
-number of channels.
+B rows, T tokens, E hidden, K key heads (groups), G value heads of a key head (heads of a group), D
+and V dimensions of keys and values (state and head of the paper), J channels of a key head in the
+convolution, W its width, X any number of channels.
 """
 
 from __future__ import annotations
