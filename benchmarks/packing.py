@@ -2,6 +2,7 @@
 
     python benchmarks/packing.py [--steps 30] [--sizes 8 32 128]
     python benchmarks/packing.py --attention [--length 2048] [--sequences 1 2 4 8 16]
+        [--blocks 48] [--heads 9 3 64]
 
     python benchmarks/packing.py --updates DIRECTORY [--shapes 2x128 1x768 1x1536] [--tokens 3072]
 
@@ -11,9 +12,10 @@ alone decide how a batch is packed. Lengths are lognormal, or those of the bytes
 configs/data/word_problems.jsonl. The rows of a size are so many sequences, pairs or, with shared
 prompts, groups of four completions.
 
-The second prints the pairs of blocks of a packed row and the seconds of its attention, forward and
-backward, by blocks and by the dense form: one row of `--length` tokens that holds so many sequences
-of equal length. Both are measured in turns.
+The second prints the pairs of blocks of a packed row and the milliseconds of its attention, forward
+and backward, by blocks of each size of `--blocks` and by the dense form: one row of `--length`
+tokens that holds so many sequences. `--heads`: of queries, of keys, and the numbers of a head, by
+default those of SmolLM2-135M. Each size and the dense form are measured in turns; the least counts.
 
 The third prints the seconds of an SFT update of `--tokens` tokens of the model of a Hugging Face
 directory, by the rows of a micro-batch and their length, measured in turns: as many sequences of
@@ -162,42 +164,55 @@ def measure(kind: Kind, lengths: Lengths, size: int, steps: int) -> Share:
     return share
 
 
-def attention(length: int, sequences: int, repeats: int) -> str:
-    """Returns a line of pairs of blocks and of seconds, of 9 query heads and 3 of keys of 64, as
-    SmolLM2-135M has them."""
+def attention(heads: Sequence[int], length: int, sequences: int, size: int, repeats: int) -> str:
+    """Returns a line of pairs of blocks and of seconds.
+
+    heads: of queries, of keys, and the numbers of a head. size: tokens of a block. The lengths of
+    the sequences are lognormal, so that they end inside of blocks.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     from policy.attention import block_attention
-    from policy.attention.block_attention import SIZES, BlockSpec
+    from policy.attention.block_attention import BlockSpec
     from policy.attention.dot_product_attention import AttentionBounds, Mask, attend
     from policy.cache.layer_cache import own_tokens
     from policy.modes import make_step
 
-    segments = jnp.asarray(np.arange(length)[None] * sequences // length + 1, jnp.int32)
-    step = make_step(jnp.zeros((1, length)), segments=segments)
-    mask = Mask(step, own_tokens(step, {}))
-    spec = BlockSpec(SIZES["cpu"], AttentionBounds())
     rng = np.random.default_rng(0)
-    q, k, v = (
-        jnp.asarray(rng.normal(size=(1, heads, length, 64)), jnp.float32) for heads in (9, 3, 3)
+    ends = np.cumsum(rng.lognormal(0, 0.3, sequences))
+    segments = 1 + np.searchsorted(length * ends / ends[-1], np.arange(length), side="right")
+    step = make_step(jnp.zeros((1, length)), segments=jnp.asarray(segments[None], jnp.int32))
+    mask = Mask(step, own_tokens(step, {}))
+    spec = BlockSpec(size, AttentionBounds())
+    H, K, D = heads
+    q, k, v, given = (
+        jnp.asarray(rng.normal(size=(1, heads, length, D)), jnp.float32) for heads in (H, K, K, H)
     )
 
     def gradient(attend_to: Callable) -> Callable[[], object]:
-        run = jax.jit(jax.grad(lambda q, k, v: jnp.sum(attend_to(q, k, v)), argnums=(0, 1, 2)))
-        return lambda: jax.block_until_ready(run(q, k, v))
+        def loss(q, k, v):
+            return jnp.sum(attend_to(q, k, v) * given)
+
+        run = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        return lambda: jax.block_until_ready(run(q / D**0.5, k, v))
 
     blocks = gradient(
         partial(block_attention.block_attention, spec, queries=mask.queries[:2], keys=mask.keys)
     )
     dense = gradient(lambda q, k, v: attend(q, k, v, mask, 512))
     ours, theirs = in_turns(blocks, dense, repeats)
-    listed = block_attention.pairs(spec, mask.queries[:2], mask.keys)
-    every = (length // spec.size) * (length // spec.size + 1) // 2
-    blocks_ms, dense_ms = (1e3 * statistics.median(seconds) for seconds in (ours, theirs))
+    queries, keys = (
+        tuple(jnp.pad(a, ((0, 0), (0, -length % size))) for a in tokens)
+        for tokens in (mask.queries[:2], mask.keys)
+    )
+    listed = block_attention.pairs(spec, queries, keys)
+    n = -(-length // size)
+    blocks_ms, dense_ms = (1e3 * min(seconds) for seconds in (ours, theirs))
     return (
-        f"{sequences:9d} {length // sequences:7d} {int(listed.number):6d} of {every:<6d}"
+        f"{sequences:9d} {length // sequences:7d} {size:6d} "
+        f"{int(listed.number):6d} of {n * (n + 1) // 2:<6d}"
         f"{blocks_ms:9.1f} {dense_ms:9.1f} {dense_ms / blocks_ms:7.1f}"
     )
 
@@ -252,6 +267,8 @@ def main(argv: Sequence[str] | None = None) -> dict[tuple[str, str, int], Share]
     parser.add_argument("--attention", action="store_true")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[48])
+    parser.add_argument("--heads", type=int, nargs=3, default=[9, 3, 64])
     parser.add_argument("--updates", metavar="DIRECTORY")
     parser.add_argument(
         "--shapes", type=shape_of, nargs="+", default=[(2, 128), (1, 768), (1, 1536)]
@@ -264,10 +281,13 @@ def main(argv: Sequence[str] | None = None) -> dict[tuple[str, str, int], Share]
         return result
     if options.attention:
         print(
-            f"{'sequences':>9s} {'tokens':>7s} {'pairs':>10s}  {'blocks ms':>12s} dense ms   ratio"
+            f"{'sequences':>9s} {'tokens':>7s} {'block':>6s} {'pairs':>10s}  {'blocks ms':>12s} "
+            "dense ms   ratio"
         )
         for sequences in options.sequences:
-            print(attention(options.length, sequences, options.repeats), flush=True)
+            for size in options.blocks:
+                line = attention(options.heads, options.length, sequences, size, options.repeats)
+                print(line, flush=True)
         return result
     print(f"{'lengths':14s} {'stage':13s} {'rows':>5s} {'mean':>6s} {'least':>6s} {'shapes':>6s}")
     for name, lengths in LENGTHS.items():

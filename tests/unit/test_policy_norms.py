@@ -1,5 +1,8 @@
-"""Norms whose reductions can be computed at low precision."""
+"""Norms whose reductions can be computed at low precision, and the gradients of norms."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,8 +10,8 @@ from flax import nnx
 from oracles import configuration
 
 from policy import families
-from policy.config import LayerNorm
-from policy.ops.norms import norm
+from policy.config import LayerNorm, Norm
+from policy.ops.norms import norm, stream_norm
 
 
 def layer(reductions):
@@ -51,3 +54,57 @@ def test_the_configuration_of_gpt3_says_how_its_norms_reduce():
     for value, expected in ((True, "float32"), (False, "activation"), (None, "float32")):
         keys = {} if value is None else {"reductions_in_fp32": value}
         assert families.read(configuration("GPT2", **keys)).norm.reductions == expected
+
+
+def slopes(function, x):
+    """The gradient of a function of float64 by central differences."""
+    steps = 1e-5 * np.eye(x.size).reshape(x.size, *x.shape)
+    differences = [function(x + step) - function(x - step) for step in steps]
+    return np.reshape(differences, x.shape) / 2e-5
+
+
+def over_rms(x):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+
+
+RMS = {
+    "after_cast": lambda x, w: over_rms(x) * w,
+    "zero_centred": lambda x, w: over_rms(x) * (1 + w),
+    "none": lambda x, w: over_rms(x),
+    "layer norm": lambda x, w: over_rms(x - x.mean(-1, keepdims=True)) * w,
+    "streams": lambda x, w: over_rms(x) * w,
+}
+
+
+@pytest.mark.parametrize("kind", RMS)
+def test_gradients_of_norms_are_those_of_float64(kind):
+    """Also far from zero, and of a row of zeros."""
+    rng = np.random.default_rng(2)
+    x = rng.normal(1, 3, (2, 3, 16))
+    x[0, 0] = 0
+    w, given = rng.normal(1, 0.3, (3, 16) if kind == "streams" else 16), rng.normal(size=x.shape)
+    if kind == "streams":
+
+        def run(x, w):
+            return stream_norm(x, w, Norm(eps=1e-5))
+    else:
+        config = LayerNorm(eps=1e-5) if kind == "layer norm" else Norm(eps=1e-5, scale=kind)
+        with nnx.use_eager_sharding(False):
+            graph, state = nnx.split(norm(16, config, nnx.Rngs(0)))
+
+        def run(x, w):
+            weights = state if kind == "none" else {**state, "weight": state["weight"].replace(w)}
+            made: Any = nnx.merge(graph, nnx.State(weights))
+            return made(x)
+
+    def total(x, w):
+        return jnp.sum(run(x, w) * given.astype(np.float32))
+
+    ours = jax.grad(total, (0, 1))(*(jnp.asarray(a, jnp.float32) for a in (x, w)))
+    exact = (
+        slopes(lambda x: np.sum(RMS[kind](x, w) * given), x),
+        slopes(lambda w: np.sum(RMS[kind](x, w) * given), w),
+    )
+    for got, expected in zip(ours, exact, strict=True):
+        scale = 1 + np.abs(expected).max()
+        np.testing.assert_allclose(got, expected, atol=1e-5 * scale)
