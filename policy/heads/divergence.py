@@ -1,9 +1,5 @@
-"""Divergence of a student from a teacher per token, from the final states of both, without the
-logits of all tokens.
-
-Both heads are multiplied with a chunk of tokens at a time, and the backward pass recomputes the
-logits of a chunk. So the memory is a few chunks and, where the student's head is trained, one
-float32 gradient of it; never [M, V].
+"""Divergence of a student from a teacher per token, from the final states of both
+(policy/heads/divergence_tiles.py), or from the likeliest tokens of the teacher.
 
 M tokens (rows and positions flattened), E hidden of the student, D of the teacher, V and U their
 vocabularies, K targets per token: the likeliest of the teacher.
@@ -13,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +21,6 @@ from policy.heads import divergence_tiles, head
 from policy.heads.divergence_kinds import Divergence, DivergenceOutputs
 from policy.heads.divergence_tiles import JointTiles
 from policy.heads.head import Tiling
-from policy.heads.logit_scaling import slope
 from policy.mesh.explicit import in_explicit_mode, with_explicit_axes
 
 __all__ = ["Divergence", "DivergenceOutputs", "Scalings", "divergence", "top_divergence"]
@@ -84,26 +79,18 @@ def divergence(
 def _joint(
     spec: Divergence, scalings: Scalings, tiling: Tiling, *arrays: jax.Array
 ) -> DivergenceOutputs:
-    """Compares all tokens that both vocabularies have: tile by tile where devices share a head,
-    else chunk by chunk."""
+    """Compares all tokens that both vocabularies have."""
     student, student_head, _, teacher_head, _ = arrays
     M = student.shape[0]
+    heads = (student_head, teacher_head)
+    tiles = JointTiles.on_mesh(tiling, M, heads, scalings)
+    if tiles is not None:
+        return divergence_tiles.divergence(*arrays, spec, tiles)
     vocabularies = (student_head.shape[0], teacher_head.shape[0])
-    tiles = [
-        tiling.of_vocabulary(M, weight, LogitScaling()) for weight in (student_head, teacher_head)
-    ]
-    if any(tiles):
-        return divergence_tiles.divergence(
-            *arrays, spec, JointTiles.of(tiles, vocabularies, scalings)
-        )
 
-    def local(student, student_head, teacher, teacher_head, temperature):
-        M = student.shape[0]
-        chunks = head.in_chunks(tiling.rows(M, max(vocabularies)), student, teacher)
-        results = _chunked(
-            chunks[0], student_head, chunks[1], teacher_head, temperature, spec, scalings
-        )
-        return jax.tree.map(lambda a: a.reshape(-1)[:M], results)
+    def local(*arrays):
+        tiles = JointTiles.on_device(tiling, arrays[0].shape[0], vocabularies, scalings)
+        return divergence_tiles.divergence(*arrays, spec, tiles)
 
     return tiling.spread(local, M, True, False, True, False, False)(*arrays)
 
@@ -159,86 +146,3 @@ def top_divergence(
 def _log_rest(logp_MK: jax.Array) -> jax.Array:
     """Returns the logarithm of 1 - sum(exp(logp)), float32[M]."""
     return jnp.log1p(-jnp.minimum(jnp.exp(logp_MK).sum(axis=-1), 1.0 - _LEAST_REST))
-
-
-def _log_softmax(z: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (log-probabilities, the logarithm of the softmax sum with its dimension kept)."""
-    normal = jax.nn.logsumexp(z, axis=-1, keepdims=True)
-    return z - normal, normal
-
-
-class _Compared(NamedTuple):
-    """The student's logits of its full vocabulary and, over the tokens that are compared, log p,
-    log q and the logarithm of the softmax sum of p."""
-
-    logits: jax.Array
-    log_p: jax.Array
-    log_q: jax.Array
-    normal: jax.Array
-
-
-def _compare(
-    student, student_head, teacher, teacher_head, temperature, scalings: Scalings
-) -> _Compared:
-    """Multiplies a chunk of states with both heads."""
-    z = head.logits(student, student_head, scalings[0])
-    t = head.logits(teacher, teacher_head, scalings[1])
-    V = min(z.shape[-1], t.shape[-1])
-    log_p, normal = _log_softmax(z[:, :V] / temperature)
-    return _Compared(z, log_p, _log_softmax(t[:, :V] / temperature)[0], normal)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _chunked(
-    student, student_head, teacher, teacher_head, temperature, spec: Divergence, scalings: Scalings
-):
-    """Returns the results of `_joint`, [n, c] for n chunks of c tokens."""
-
-    def one(xs):
-        z, log_p, log_q, normal = _compare(
-            xs[0], student_head, xs[1], teacher_head, temperature, scalings
-        )
-        total = spec.terms(log_p, log_q).sum(axis=-1)
-        own, of_teacher = (-jnp.sum(jnp.exp(logp) * logp, axis=-1) for logp in (log_p, log_q))
-        agreement = (jnp.argmax(log_p, axis=-1) == jnp.argmax(log_q, axis=-1)).astype(jnp.float32)
-        outside = jnp.zeros_like(total)
-        if z.shape[-1] > log_p.shape[-1]:
-            outside = -jnp.expm1(normal[:, 0] - jax.nn.logsumexp(z / temperature, axis=-1))
-        return DivergenceOutputs(total, own, of_teacher, agreement, outside)
-
-    return jax.lax.map(one, (student, teacher))
-
-
-def _forward(student, student_head, teacher, teacher_head, temperature, spec, scalings):
-    arrays = student, student_head, teacher, teacher_head, temperature
-    return _chunked(*arrays, spec, scalings), arrays
-
-
-def _backward(spec: Divergence, scalings: Scalings, saved, cotangents):
-    """Computes the gradients of the student's states and head.
-
-    With u = z / temperature and g the slopes of the divergence, du = g - p sum(g); the scaling of
-    logits adds the factor `slope`. The other results are metrics and have no gradient.
-    """
-    student, student_head, teacher, teacher_head, temperature = saved
-    weight = student_head.astype(student.dtype)
-
-    def one(g_head, xs):
-        h, t, g_total = xs
-        z, log_p, log_q, _ = _compare(h, student_head, t, teacher_head, temperature, scalings)
-        slopes = spec.slopes(log_p, log_q)
-        g_z = (g_total[:, None] / temperature) * (
-            slopes - jnp.exp(log_p) * slopes.sum(axis=-1, keepdims=True)
-        )
-        g_z = jnp.pad(g_z, ((0, 0), (0, z.shape[-1] - log_p.shape[-1])))
-        g_z = (g_z * slope(z, scalings[0])).astype(h.dtype)
-        return g_head + jnp.einsum(
-            "mv,me->ve", g_z, h, preferred_element_type=jnp.float32
-        ), g_z @ weight
-
-    start = jnp.zeros(student_head.shape, jnp.float32)
-    g_head, g_student = jax.lax.scan(one, start, (student, teacher, cotangents.divergence))
-    return cast(Any, (g_student, g_head.astype(student_head.dtype), None, None, None))
-
-
-_chunked.defvjp(_forward, _backward)

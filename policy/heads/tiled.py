@@ -28,13 +28,14 @@ from policy.heads.vocab_tiles import OneTile, Tile, Tiles, products
 @dataclass(frozen=True)
 class LocalTiles:
     """Tiles of `width` tokens of a projection that the device has in full; the last may be
-    shorter. keeps: as in `Tiles`. A method without a docstring does what `Tiles` says of it; rows
-    are local."""
+    shorter. They have `vocab` tokens from `first` on. keeps: as in `Tiles`. A method without a
+    docstring does what `Tiles` says of it; rows are local."""
 
     vocab: int
     width: int
     scaling: LogitScaling
     keeps: bool = False
+    first: int = 0
     is_padded = False
 
     @classmethod
@@ -57,16 +58,20 @@ class LocalTiles:
         """Computes einsum(equation, g, other) in float32."""
         return jnp.einsum(equation, g_MN, other, preferred_element_type=jnp.float32)
 
-    def scan(self, one: OneTile, carry: Any, cut: jax.Array, dtype: DTypeLike, kept: Any) -> tuple:
+    def scan(self, one: OneTile, carry: Any, cut: Any, dtype: Any, kept: Any) -> tuple:
         """As `Tiles.scan`; what is returned by tile is a pair: of all full tiles, and of the last
         tile if it is shorter."""
         full, rest = divmod(self.vocab, self.width)
         kept, kept_rest = (None, None) if kept is None else kept
 
         def tile(j, size):
-            start = j * self.width
-            weights = jax.lax.dynamic_slice_in_dim(cut, start, size, axis=0)
-            return Tile(j, weights.astype(dtype), start + jnp.arange(size, dtype=jnp.int32))
+            start = self.first + j * self.width
+
+            def part(weight_VE, dtype):
+                return jax.lax.dynamic_slice_in_dim(weight_VE, start, size, axis=0).astype(dtype)
+
+            ids = start + jnp.arange(size, dtype=jnp.int32)
+            return Tile(j, jax.tree.map(part, cut, dtype), ids)
 
         def step(carry, xs):
             j, part = xs
@@ -111,7 +116,8 @@ class LocalTiles:
         self, g_cut: jax.Array, g_MW: jax.Array, hidden_ME: jax.Array, tile: Tile
     ) -> jax.Array:
         g_tile = self.summed("mn,me->ne", g_MW, hidden_ME, ()).astype(g_cut.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(g_cut, g_tile, tile.number * self.width, axis=0)
+        start = self.first + tile.number * self.width
+        return jax.lax.dynamic_update_slice_in_dim(g_cut, g_tile, start, axis=0)
 
 
 def _places(tokens_MK: jax.Array, ids_W: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -31,10 +31,11 @@ T = TypeVar("T")
 
 
 class Tile(NamedTuple):
-    """A tile: its number, its weights [N, E] on every device, and its tokens int32[N]."""
+    """A tile: its number, its weights [N, E] on every device, of several projections in a tuple,
+    and its tokens int32[N]."""
 
     number: Any
-    weights: jax.Array
+    weights: Any
     ids: jax.Array
 
 
@@ -84,15 +85,19 @@ class Tiles:
         """Returns tiles [P, n, W, E] of `cut` as the projection [V, E], without padding."""
         return cut_PnWE.reshape(-1, cut_PnWE.shape[-1])[: self.vocab]
 
-    def tile(
-        self, cut_PnWE: jax.Array, j: jax.Array, dtype: DTypeLike
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns (weights [P W, E] on every device, their tokens int32[P W]) of tile j."""
-        P, n, W, E = cut_PnWE.shape
-        one = jax.lax.dynamic_index_in_dim(cut_PnWE, j, axis=1, keepdims=False).astype(dtype)
-        ids = (jnp.arange(P)[:, None] * n + j) * W + jnp.arange(W)
-        weights = constrain(one, ("vocab", None, None), self.layout).reshape(P * W, E)
-        return weights, annotate(ids.reshape(-1), ("vocab",), self.layout)
+    def tile(self, cut: Any, j: Any, dtype: Any) -> Tile:
+        """Returns tile j. cut: tiles [P, n, W, E] of a projection, or of several in a tuple, as
+        `dtype` then is."""
+
+        def weights(cut_PnWE, dtype):
+            P, _, W, E = cut_PnWE.shape
+            one = jax.lax.dynamic_index_in_dim(cut_PnWE, j, axis=1, keepdims=False).astype(dtype)
+            return constrain(one, ("vocab", None, None), self.layout).reshape(P * W, E)
+
+        W = self.width
+        ids = (jnp.arange(self.parts)[:, None] * self.count + j) * W + jnp.arange(W)
+        on_devices = annotate(ids.reshape(-1), ("vocab",), self.layout)
+        return Tile(j, jax.tree.map(weights, cut, dtype), on_devices)
 
     def constrain_tiles(self, cut_PnWE: jax.Array) -> jax.Array:
         """Constrains tiles to the sharding in which the projection is stored."""
@@ -114,20 +119,6 @@ class Tiles:
             )
         return jnp.einsum(equation, g_MN, other, preferred_element_type=jnp.float32, **options)
 
-    def logits(
-        self,
-        hidden_ME: jax.Array,
-        tile_NE: jax.Array,
-        ids_N: jax.Array,
-        temperature: jax.Array,
-        left_out_MI: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns (logits / temperature, their derivative by hidden @ tile^T), float32[M, N].
-
-        The logits of numbers that are no tokens, and of the ids `left_out` of a row, are -inf.
-        """
-        return self.scaled(products(hidden_ME, tile_NE), ids_N, temperature, left_out_MI)
-
     def scaled(
         self,
         z_MN: jax.Array,
@@ -135,7 +126,11 @@ class Tiles:
         temperature: jax.Array,
         left_out_MI: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the results of `logits` from the products z of states and weights."""
+        """Returns (logits / temperature, their derivative by the products), float32[M, N], from the
+        products z of states and weights.
+
+        The logits of numbers that are no tokens, and of the ids `left_out` of a row, are -inf.
+        """
         z = scaled(z_MN, self.scaling)
         slope_MN = slope(z, self.scaling) / temperature
         is_left = ids_N < self.vocab
@@ -143,15 +138,15 @@ class Tiles:
             is_left = is_left & ~jnp.any(left_out_MI[:, :, None] == ids_N, axis=1)
         return jnp.where(is_left, z / temperature, -jnp.inf), slope_MN
 
-    def scan(self, one: OneTile, carry: T, cut: jax.Array, dtype: DTypeLike, kept: Any) -> tuple:
-        """Runs `one` over the tiles. Returns (the last carry, what it returned besides, by tile).
+    def scan(self, one: OneTile, carry: T, cut: Any, dtype: Any, kept: Any) -> tuple:
+        """Runs `one` over the tiles of `tile(cut, j, dtype)`. Returns (the last carry, what it returned besides, by tile).
 
         kept: the second result of an earlier scan, from which every tile gets its part; None: none.
         """
 
         def step(carry, xs):
             j, part = xs
-            return one(carry, Tile(j, *self.tile(cut, j, dtype)), part)
+            return one(carry, self.tile(cut, j, dtype), part)
 
         return jax.lax.scan(step, carry, (jnp.arange(self.count), kept))
 
@@ -240,8 +235,9 @@ def top_and_rest(
 
     def one(j, carry):
         top, likely_ids, rest = carry
-        tile, ids = tiles.tile(cut, j, hidden_ME.dtype)
-        z, _ = tiles.logits(hidden_ME, tile, ids, temperature)
+        tile = tiles.tile(cut, j, hidden_ME.dtype)
+        ids = tile.ids
+        z, _ = tiles.scaled(products(hidden_ME, tile.weights), ids, temperature, None)
         z = jnp.where(ids < vocab, z, low)
         best, at = largest_of_parts(z.reshape(M, tiles.parts, tiles.width))
         named = jnp.broadcast_to(

@@ -147,12 +147,14 @@ class Activations:
         return jnp.dtype(self.graph.runtime.dtype).itemsize
 
 
-def kept_logits(graph: Graph, tokens: float) -> float:
-    """Returns the bytes of logits that a device keeps for the gradient of so many tokens."""
+def kept_logits(graph: Graph, tokens: float, sides: int = 1) -> float:
+    """Returns the bytes of logits that a device keeps for the gradient of so many tokens. sides: 2
+    where they are compared with the logits of a teacher."""
     own = graph.config.vocab_size // graph.layout.mesh.shape["tensor"]
     runtime = graph.runtime
     tiling = Tiling(runtime.num_vocab_tiling, graph.layout, runtime.kept_logits_mib)
-    return 4.0 * tokens * own if tiling.keeps(math.ceil(tokens), own) else 0.0
+    rows = sides * tokens
+    return 4.0 * rows * own if tiling.keeps(math.ceil(rows), own) else 0.0
 
 
 def _is_dense(layer: LayerSpec) -> bool:

@@ -267,7 +267,10 @@ class Estimator:
         logits = 8.0 * min(_LOGITS, tokens * config.vocab_size / mesh.shape["tensor"])
         temporaries = item * (3 * tokens * weights.widest + 2 * weights.layer) + logits
         if update:
-            temporaries = max(temporaries, logits + kept_logits(graph, tokens))
+            kept_of_head = kept_logits(graph, tokens)
+            if planned.teacher is not None:
+                kept_of_head += kept_logits(graph, tokens, sides=2)
+            temporaries = max(temporaries, logits + kept_of_head)
             temporaries += planned.gradient + item * tokens * (E * layers + kept)
         passes = 3.0 + again if update else 1.0
         work, moved = (passes * each for each in weights.forward(numbers // length, length))

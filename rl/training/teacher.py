@@ -107,6 +107,11 @@ class Teacher(ABC):
         """Returns the model whose forward pass an update contains; None: it contains none."""
         return None
 
+    @property
+    def compares_vocabulary(self) -> bool:
+        """Returns whether an update compares the probabilities of all tokens of the vocabulary."""
+        return False
+
     def operations(self, graph: Graph, lengths: Sequence[int] | np.ndarray) -> float:
         """Returns the operations that an update of the policy of `graph` has in addition, over
         sequences of these lengths."""
@@ -254,6 +259,10 @@ class ModelTeacher(Teacher):
     @property
     def model(self) -> Graph:
         return self.graph
+
+    @property
+    def compares_vocabulary(self) -> bool:
+        return self.algorithm.divergence_spec.top_k is None
 
     def operations(self, graph: Graph, lengths: Sequence[int] | np.ndarray) -> float:
         projections = self.projections(graph)

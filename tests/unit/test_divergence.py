@@ -1,5 +1,5 @@
 """Divergences of a student from a teacher: a worked example, differences of the definition in
-float64, chunks against all logits at once, likeliest tokens, memory.
+float64, tiles and chunks against all logits at once, likeliest tokens, memory.
 
 On meshes: tests/contracts/test_divergence_on_a_mesh.py; against TRL:
 tests/parity/test_trl_divergence.py.
@@ -166,18 +166,21 @@ def arrays(M=5, E=4, D=3, V=7, U=7, seed=0, scale=1.0):
     ],
     ids=str,
 )
+@pytest.mark.parametrize("kept_mib", [0, 1], ids=["again", "kept"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_are_those_of_the_definition_in_float64(kind, V, U, scalings):
+def test_values_and_gradients_are_those_of_the_definition_in_float64(
+    kind, V, U, scalings, kept_mib
+):
+    """Tiles of two sizes, the rows in two chunks where no logits are kept."""
     h, w, ht, wt = arrays(V=V, U=U)
     weights, spec, temperature = np.array([0.7, -1.0, 0.0, 2.0, 0.3]), KINDS[kind], 0.7
+    tiling = Tiling(2, kept_mib=kept_mib)
 
     def loss(h, w):
         return weights @ dense(h, w, ht, wt, spec, temperature, scalings)
 
     def ours(h, w):
-        result = divergence(
-            h, w, *map(jnp.float32, (ht, wt)), spec, temperature, scalings, Tiling(2)
-        )
+        result = divergence(h, w, *map(jnp.float32, (ht, wt)), spec, temperature, scalings, tiling)
         return jnp.float32(weights) @ result.divergence, result
 
     step = jax.jit(jax.value_and_grad(ours, argnums=(0, 1), has_aux=True))
@@ -214,10 +217,17 @@ def dense_jax(h, w, ht, wt, spec, temperature):
     return spec.terms(log_p, jax.lax.stop_gradient(log_q)).sum(axis=-1)
 
 
-# One token a chunk, chunks with a remainder, chunks that divide, all at once.
-@pytest.mark.parametrize("chunk", [1, 4, 13, 1000])
-def test_chunks_give_the_same(chunk, monkeypatch):
+# One row a chunk, chunks with a remainder, chunks that divide, all at once; tiles of three tokens,
+# with a remainder, and of all.
+@pytest.mark.parametrize(
+    ("chunk", "tokens"), [(1, 3), (4, 3), (13, 3), (1000, 3), (4, 11), (1000, 11)]
+)
+@pytest.mark.parametrize("kept_mib", [0, 1], ids=["again", "kept"])
+def test_chunks_and_tiles_give_the_same(chunk, tokens, kept_mib, monkeypatch):
     monkeypatch.setattr(head, "CHUNK_LOGITS", chunk * 11)
+    monkeypatch.setattr(head, "CPU_TILE_LOGITS", 1)
+    monkeypatch.setattr(head, "LEAST_TOKENS", tokens)
+    tiling = Tiling(kept_mib=kept_mib)
     h, w, ht, wt = map(jnp.float32, arrays(M=13, E=6, V=11, U=11))
     factor = jnp.float32(np.random.default_rng(2).normal(size=13))
 
@@ -230,7 +240,8 @@ def test_chunks_give_the_same(chunk, monkeypatch):
         (_, rows), g = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(h, w)
         return rows, *g
 
-    for ours, expected in zip(gradients(divergence), gradients(dense_jax), strict=True):
+    results = gradients(partial(divergence, tiling=tiling))
+    for ours, expected in zip(results, gradients(dense_jax), strict=True):
         np.testing.assert_allclose(ours, expected, atol=3e-6)
 
 
@@ -418,9 +429,8 @@ def test_values_that_are_no_divergence_are_refused():
 def compiled(E, D, trains_head, M=8192, V=32768):
     """The compiled gradient of a sum of divergences, of shapes alone."""
     argnums = (0, 1) if trains_head else 0
-    step = jax.grad(
-        lambda *a: divergence(*a, KINDS["jsd .5"], 1.0).divergence.sum(), argnums=argnums
-    )
+    again = partial(divergence, tiling=Tiling(kept_mib=0))
+    step = jax.grad(lambda *a: again(*a, KINDS["jsd .5"], 1.0).divergence.sum(), argnums=argnums)
     shapes = [
         jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((M, E), (V, E), (M, D), (V, D))
     ]

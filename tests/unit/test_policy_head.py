@@ -405,6 +405,10 @@ def test_a_compiled_gradient_holds_the_logits_that_it_keeps_and_an_estimate_coun
     own = 4 * 64 * graph.config.vocab_size
     tile_of(monkeypatch, 256, keeps=True)
     assert kept_logits(graph, 64.0) == own
+    assert kept_logits(graph, 64.0, sides=2) == 2 * own  # with the logits of a teacher
+    at_most = graph.with_runtime(kept_logits_mib=1)
+    tokens = 2**18 // graph.config.vocab_size
+    assert kept_logits(at_most, tokens) > 0 and kept_logits(at_most, tokens, sides=2) == 0
     assert kept_logits(graph.with_runtime(num_vocab_tiling=2), 64.0) == 0
     tile_of(monkeypatch, 256, keeps=False)
     assert kept_logits(graph, 64.0) == 0

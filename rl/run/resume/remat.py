@@ -150,7 +150,10 @@ def _update(stage: StageKind, state: StageState, resident: int, hosted: bool) ->
     # The sum over micro-batches, and the gradient of one.
     gradients = 2 * sum(4 * shard_bytes(a) // a.dtype.itemsize for a in _trained(state))
     # Logits are kept until the gradient of the head; that of the layers comes after it.
-    largest = max(tokens * sizes.working(length), kept_logits(graph, tokens))
+    logits = kept_logits(graph, tokens)
+    if stage.teacher is not None and stage.trainer.teacher.compares_vocabulary:
+        logits += kept_logits(graph, tokens, sides=2)
+    largest = max(tokens * sizes.working(length), logits)
     fixed = resident + gradients + largest + sizes.head(tokens)
     policies = ORDER[1:] if hosted else ORDER  # `none` would keep the fetched weights
     return UpdateMemory(fixed, {name: tokens * sizes.kept(name, length) for name in policies})
