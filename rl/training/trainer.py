@@ -27,7 +27,7 @@ from rl.accounting.flops import Operations
 from rl.accounting.program_names import ProgramName
 from rl.algorithms import PolicyInputs
 from rl.algorithms._protocols import CriticLoss, TokenFlags, TrainedLoss
-from rl.config.stage import StageOptions
+from rl.config.stage import OptimizerOptions, StageOptions
 from rl.training.batch import Batch
 from rl.training.batch_updates import (
     LOSS_TOKENS,
@@ -90,6 +90,11 @@ class TokenOutputs:
         }
 
 
+def _optimizer_options(group: WeightGroup, stage: StageOptions) -> OptimizerOptions:
+    """Returns the settings of the optimizer of a group."""
+    return stage.critic if group is WeightGroup.CRITIC else stage.optimizer
+
+
 class Trainer(BatchUpdates):
     """Compiles the functions of one stage: updates of policy and critic, log-probabilities and
     values of a batch."""
@@ -120,42 +125,34 @@ class Trainer(BatchUpdates):
           teacher: the model, or its numbers in the batch, that an update compares the policy with.
         """
         super().__init__(graph, stage, algorithm)
-        self.teacher = teacher
-        projections = None
-        if teacher is not None:
-            self._update_graph = teacher.with_recorded_outputs(self._update_graph)
-            projections = teacher.projections(graph)
         self.temperature = np.float32(temperature)
         self._returns_tokens = returns_tokens
         self._has_reference = "reference" in state
-        # A dense warmup trains the indexers alone, whose losses are auxiliary.
-        loss = (
-            self._auxiliary_only_loss
-            if stage.indexer.training == "dense_warmup"
-            else self._policy_loss
-        )
         self._value_model = None
-        self.optimizer_steps = {
-            WeightGroup.POLICY: OptimizerStep(
-                WeightGroup.POLICY, self._update_graph, stage.optimizer, stage
-            )
+        if "critic" in state:
+            shared = self._critic_algorithm.critic_trunk == "policy"
+            self._value_model = Critic(self._scoring_graph, shared=shared)
+        self.teacher = teacher
+        self._projections = None
+        if teacher is not None:
+            self._update_graph = teacher.with_recorded_outputs(self._update_graph)
+            self._projections = teacher.projections(graph)
+        models = {
+            WeightGroup.POLICY: self._update_graph,
+            WeightGroup.CRITIC: self._value_model,
+            WeightGroup.PROJECTIONS: self._projections,
         }
-        if "critic" in state:
-            self._value_model = Critic(
-                self._scoring_graph, shared=self._critic_algorithm.critic_trunk == "policy"
-            )
-            self.optimizer_steps[WeightGroup.CRITIC] = OptimizerStep(
-                WeightGroup.CRITIC, self._value_model, stage.critic, stage
-            )
-        if projections is not None:
-            self.optimizer_steps[WeightGroup.PROJECTIONS] = OptimizerStep(
-                WeightGroup.PROJECTIONS, projections, stage.optimizer, stage
-            )
-        self._projections = projections
-        learning = self._learning_with_policy
-        self.policy = Update(loss, WeightGroup.POLICY, learning, stage, seed)
+        self.optimizer_steps = {
+            group: OptimizerStep(group, model, _optimizer_options(group, stage), stage)
+            for group, model in models.items()
+            if model is not None
+        }
+        # A dense warmup trains the indexers alone, whose losses are auxiliary.
+        dense_warmup = stage.indexer.training == "dense_warmup"
+        loss = self._auxiliary_only_loss if dense_warmup else self._policy_loss
+        self.policy = Update(loss, WeightGroup.POLICY, self._learning_with_policy, stage, seed)
         self.critic = None
-        if "critic" in state:
+        if self._value_model is not None:
             own = {WeightGroup.CRITIC: self.optimizer_steps[WeightGroup.CRITIC]}
             self.critic = Update(self._critic_loss, WeightGroup.CRITIC, own, stage, seed)
 
@@ -175,9 +172,7 @@ class Trainer(BatchUpdates):
         same. Updates compile again."""
         self.stage = stage
         self.optimizer_steps = {
-            group: step.with_rates(
-                stage.critic if group is WeightGroup.CRITIC else stage.optimizer, stage
-            )
+            group: step.with_rates(_optimizer_options(group, stage), stage)
             for group, step in self.optimizer_steps.items()
         }
         self.policy = self.policy.with_steps(self.optimizer_steps, stage)
