@@ -213,6 +213,7 @@ class Duet:
         began = time.perf_counter()
         ids = range(self.drawn, self.drawn + PROMPTS)
         samples = collect(Source(self.generator, runner), self.problems, self.params, ids)
+        self.generator.release()  # as a run does before its update
         self.drawn += PROMPTS
         advantages = self.algorithm.advantages(
             samples.scores.result().total.reshape(PROMPTS, self.work.samples)

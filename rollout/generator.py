@@ -21,6 +21,7 @@ from policy.media import is_tower
 from policy.model import Model
 from policy.ops.host_memory import on_a_device
 from policy.ops.seeds import checked_seed
+from policy.programs import freed_memory
 from rollout.engine.engine import Engine
 from rollout.engine.exact import Verifier
 from rollout.engine.runner import ModelRunner, Widths
@@ -297,11 +298,12 @@ class Generator:
 
     def release(self) -> None:
         """Gives up the copy of `reshard_for_rollout` and, on CPU, that of decodes; they are made
-        again when they are needed."""
+        again when they are needed. What else sampling freed goes back to the operating system."""
         if self.weights and self.weights.reshards:
             self.weights.release()
         if copies := self.engine.runner.decoding_weights:
             copies.release()
+        freed_memory.give_back()
 
     @property
     def compiled_ahead(self) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from policy.programs import freed_memory
+
 Shape = tuple[int, ...]
 
 
@@ -166,6 +168,7 @@ class CompiledCache:
         self, key: tuple, shape: Shape, arguments: tuple, static: dict, lowered=None
     ) -> Callable:
         compiled = (lowered or self.lower(*arguments, **static)).compile()
+        freed_memory.give_back()
         function = callable_form(compiled, partial(self.jitted, **static), arguments)
         with self._lock:
             self.memory[shape] = Memory.of(compiled, self._platform)
