@@ -16,6 +16,9 @@ import numpy as np
 from policy.mesh.sharding import Layout, row_major
 from rollout.types import SamplingParams
 
+# Tokens of a block of `draw_by_weight` on one CPU: about the square root of a vocabulary.
+DRAW_BLOCK = 128
+
 
 def uniforms(
     seed: jax.Array, prompt_ids_S: jax.Array, samples_S: jax.Array, positions_S: jax.Array
@@ -56,16 +59,78 @@ def filter_mask(
     return (logits_SV >= threshold) & (logits_SV >= ranked[:, :1] + jnp.log(min_p))
 
 
-def draw(logits_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
-    """Returns int[S]: the token where the cumulative probability passes `uniforms`. One random
-    number per row and a cumulative sum cost less than one Gumbel number per token."""
-    probs = jax.nn.softmax(logits_SV, axis=-1)
-    # XLA sums in blocks, whose rounding may raise the sum at a token of probability 0: such tokens
-    # are skipped.
-    cumulative = jnp.where(probs > 0, jnp.cumsum(probs, axis=-1), 0.0)
+class Exponentials(NamedTuple):
+    """exp(logits - top) of rows of logits, which give log-probabilities and weights to draw from.
+
+    top: float32[S, 1], the largest logit. values: float32[S, V]. total: float32[S], their sum.
+    """
+
+    top: jax.Array
+    values: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def of(cls, logits_SV: jax.Array) -> Exponentials:
+        top_S1 = jnp.max(logits_SV, axis=-1, keepdims=True)
+        values_SV = jnp.exp(logits_SV - top_S1)
+        return cls(top_S1, values_SV, jnp.sum(values_SV, axis=-1))
+
+    def most_likely(self, logits_SV: jax.Array) -> jax.Array:
+        """Returns int32[S], the first of the largest logits. XLA's argmax is not vectorised on
+        CPU."""
+        last = logits_SV.shape[-1] - 1
+        tokens = jnp.arange(last + 1, dtype=jnp.int32)
+        return jnp.min(jnp.where(logits_SV == self.top, tokens, last), axis=-1)
+
+    def logprobs(self, logits_SV: jax.Array, tokens_S: jax.Array) -> jax.Array:
+        """Returns float32[S], the log-probability of one token of each row."""
+        logits_S1 = jnp.take_along_axis(logits_SV, tokens_S[:, None], axis=-1)
+        return (logits_S1 - self.top)[:, 0] - jnp.log(self.total)
+
+
+def draw(logits_SV: jax.Array, uniforms_S: jax.Array, layout: Layout | None = None) -> jax.Array:
+    """Returns int32[S]: the token where the cumulative probability passes `uniforms`."""
+    return draw_by_weight(Exponentials.of(logits_SV).values, uniforms_S, layout)
+
+
+def draw_by_weight(
+    weights_SV: jax.Array, uniforms_S: jax.Array, layout: Layout | None = None
+) -> jax.Array:
+    """Returns int32[S]: the token where the cumulative weight passes `uniforms` times the total.
+    weights: float32[S, V], probabilities times any number. A token of weight 0 is never drawn.
+
+    One random number per row and a cumulative sum cost less than one Gumbel number per token.
+    On one CPU only the sums of blocks of tokens are accumulated, then the block that passes.
+    """
+    if layout is None or (layout.platform == "cpu" and layout.mesh.size == 1):
+        return _draw_in_blocks(weights_SV, uniforms_S)
+    # XLA sums in blocks, whose rounding may raise the sum at a token of weight 0: such tokens are
+    # skipped.
+    cumulative = jnp.where(weights_SV > 0, jnp.cumsum(weights_SV, axis=-1), 0.0)
     candidates = cumulative > uniforms_S[:, None] * jnp.max(cumulative, axis=-1, keepdims=True)
-    last = logits_SV.shape[-1] - 1
+    last = weights_SV.shape[-1] - 1
     return jnp.min(jnp.where(candidates, jnp.arange(last + 1, dtype=jnp.int32), last), axis=-1)
+
+
+def _draw_in_blocks(weights_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
+    """Computes `draw_by_weight` in N blocks of B tokens."""
+    S, V = weights_SV.shape
+    B = DRAW_BLOCK
+    blocks_SNB = jnp.pad(weights_SV, ((0, 0), (0, -V % B))).reshape(S, -1, B)
+    sums_SN = jnp.sum(blocks_SNB, axis=-1)
+    running_SN = jnp.cumsum(sums_SN, axis=-1)
+    reached_SN = jnp.where(sums_SN > 0, running_SN, 0.0)
+    goals_S1 = uniforms_S[:, None] * jnp.max(reached_SN, axis=-1, keepdims=True)
+    block_S1 = jnp.argmax(reached_SN > goals_S1, axis=-1, keepdims=True).astype(jnp.int32)
+    before_S1 = jnp.take_along_axis(running_SN, jnp.maximum(block_S1 - 1, 0), axis=-1)
+    before_S1 = jnp.where(block_S1 > 0, before_S1, 0.0)
+    block_SB = jnp.take_along_axis(blocks_SNB, block_S1[:, :, None], axis=1)[:, 0]
+    has_weight = block_SB > 0
+    places = jnp.arange(B, dtype=jnp.int32)
+    # The sum inside the block may round to less than the sum of the block: then the last token.
+    last_S1 = jnp.max(jnp.where(has_weight, places, 0), axis=-1, keepdims=True)
+    passes = has_weight & (before_S1 + jnp.cumsum(block_SB, axis=-1) > goals_S1)
+    return block_S1[:, 0] * B + jnp.min(jnp.where(passes, places, last_S1), axis=-1)
 
 
 class Drawn(NamedTuple):
@@ -141,18 +206,11 @@ class Draws:
         return Draws(self.seed, *(jnp.repeat(row, times) for row in rows))
 
     def filtered(self, logits_SV: jax.Array, layout: Layout | None = None) -> jax.Array:
-        """Sets the logits of filtered tokens to -inf. Sorts only if a row has a filter."""
-
-        def apply_filters():
-            logits = row_major(logits_SV, layout)
-            mask = filter_mask(
-                logits,
-                *(row[:, None] for row in (self.top_k, self.top_p, self.min_p)),
-                layout=layout,
-            )
-            return row_major(jnp.where(mask, logits, -jnp.inf), layout)
-
-        return jax.lax.cond(jnp.any(self.has_filter), apply_filters, lambda: logits_SV)
+        """Sorts the logits, and sets those of filtered tokens to -inf."""
+        logits_SV = row_major(logits_SV, layout)
+        filters = (row[:, None] for row in (self.top_k, self.top_p, self.min_p))
+        mask = filter_mask(logits_SV, *filters, layout=layout)
+        return row_major(jnp.where(mask, logits_SV, -jnp.inf), layout)
 
     @property
     def has_filter(self) -> jax.Array:
@@ -188,25 +246,39 @@ def choose(
     drawn_SV = (
         logits_SV if processed_SV is None else row_major(processed_SV / temperature_S1, layout)
     )
-    best = jnp.argmax(drawn_SV, axis=-1).astype(jnp.int32)
+    exponentials = Exponentials.of(logits_SV)
+    drawn_exponentials = exponentials if processed_SV is None else Exponentials.of(drawn_SV)
+    best = drawn_exponentials.most_likely(drawn_SV)
     forbids_S = None
     if max_kept and processed_SV is not None:
         forbids_S = is_sampled & jnp.any(jnp.isneginf(processed_SV), axis=-1)
 
-    def drawn():
-        filtered_SV = draws.filtered(drawn_SV, layout)
-        new = jnp.where(is_sampled, draw(filtered_SV, uniforms(draws.seed, *draw_ids)), best)
+    def recorded_with(drawn_S: jax.Array, filtered_SV: jax.Array):
+        new = jnp.where(is_sampled, drawn_S, best)
         return (
             (new, _recorded(filtered_SV, new, draws, max_kept, forbids_S))
             if max_kept
             else (new, None)
         )
 
+    def drawn():
+        uniforms_S = uniforms(draws.seed, *draw_ids)
+
+        def filtered():
+            filtered_SV = draws.filtered(drawn_SV, layout)
+            return recorded_with(draw(filtered_SV, uniforms_S, layout), filtered_SV)
+
+        def unfiltered():
+            tokens_S = draw_by_weight(drawn_exponentials.values, uniforms_S, layout)
+            return recorded_with(tokens_S, drawn_SV)
+
+        return jax.lax.cond(jnp.any(draws.has_filter), filtered, unfiltered)
+
     def greedy():
         return (best, _unrecorded(len(best), max_kept)) if max_kept else (best, None)
 
     new, recorded = jax.lax.cond(jnp.any(is_sampled), drawn, greedy)
-    logprobs = _logprobs_of(logits_SV, new)
+    logprobs = exponentials.logprobs(logits_SV, new)
     if recorded is None:
         return Drawn(new, logprobs)
     return Drawn(
@@ -216,10 +288,6 @@ def choose(
         recorded.kept,
         recorded.kept_counts,
     )
-
-
-def _logprobs_of(logits_SV: jax.Array, tokens_S: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(jax.nn.log_softmax(logits_SV), tokens_S[:, None], axis=-1)[:, 0]
 
 
 def _recorded(
@@ -237,7 +305,7 @@ def _recorded(
             kept = jnp.where(((counts > I) & (number <= I))[:, None], named, kept)
         is_cut = _is_cut(draws, forbids_S)
         return FilterRecord(
-            _logprobs_of(filtered_SV, tokens_S),
+            Exponentials.of(filtered_SV).logprobs(filtered_SV, tokens_S),
             jnp.where(is_cut[:, None], kept, -1),
             jnp.where(is_cut, counts, 0),
         )
