@@ -11,8 +11,8 @@ from functools import cache
 def give_back() -> None:
     """Gives freed memory back to the operating system, where the C library is glibc.
 
-    A compiler frees hundreds of MB in small pieces, which glibc keeps for its next small pieces,
-    beside the large arrays of the programs that run afterwards.
+    A compiler and programs free hundreds of MB in small pieces. glibc keeps them, next to the large
+    arrays of the programs that run afterwards.
     """
     if trim := _trim():
         trim(0)
