@@ -202,10 +202,12 @@ def test_a_draw_does_not_depend_on_what_is_drawn_with_it():
         assert np.asarray(alone)[0] == together[i]
 
 
+@pytest.mark.parametrize("V", [30, 300])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_the_draw_is_the_inverse_of_the_cumulative_probability(temperature):
+def test_the_draw_is_the_inverse_of_the_cumulative_probability(temperature, V):
+    """300 tokens are three blocks, the last of which is not full."""
     rng = np.random.default_rng(0)
-    logits = rng.normal(0, 2, (500, 30)).astype(np.float32) / temperature
+    logits = rng.normal(0, 2, (500, V)).astype(np.float32) / temperature
     u = rng.random(500).astype(np.float32)
     cumulative = np.cumsum([softmax(row.astype(np.float64)) for row in logits], axis=-1)
     expected = [
