@@ -2,7 +2,7 @@
 
     python benchmarks/packing.py [--steps 30] [--sizes 8 32 128]
     python benchmarks/packing.py --attention [--length 2048] [--sequences 1 2 4 8 16]
-        [--blocks 48] [--heads 9 3 64]
+        [--blocks 48 64] [--heads 9 3 64]
 
     python benchmarks/packing.py --updates DIRECTORY [--shapes 2x128 1x768 1x1536] [--tokens 3072]
 
@@ -267,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> dict[tuple[str, str, int], Share]
     parser.add_argument("--attention", action="store_true")
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    parser.add_argument("--blocks", type=int, nargs="+", default=[48])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[48, 64])
     parser.add_argument("--heads", type=int, nargs=3, default=[9, 3, 64])
     parser.add_argument("--updates", metavar="DIRECTORY")
     parser.add_argument(

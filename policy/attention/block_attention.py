@@ -12,7 +12,8 @@ in preorder (`Step.contiguous`), in rows of at least two blocks. It computes tre
 in rows of at least SHORTEST_FLAT tokens. It has no sinks, no layers that look ahead and no
 indexers. Where it does not serve a call, `attend` returns None, and the caller uses the dense form
 (policy/attention/dot_product_attention.py), which is its oracle. On TPU and GPU kernels
-(policy/attention/flash_attention.py) serve bfloat16 before it.
+(policy/attention/flash_attention.py) serve bfloat16 before it. `python benchmarks/packing.py
+--attention` measures sizes of blocks on a CPU, next to the dense form.
 
 B rows, T tokens, H query heads, K key-value heads, G = H / K, D and V dimensions of keys and
 values, S places of a block, n = T / S blocks of a row, I pairs of blocks.
@@ -35,10 +36,16 @@ from policy.cache.step import Step
 from policy.config import Runtime
 from policy.mesh.explicit import over_devices
 
-# Places of a block by platform. On a CPU a block and its scores stay in the caches; elsewhere
-# larger products use the device better.
-SIZES = {"cpu": 64}
+# Places of a block by platform. On a CPU small blocks compute few scores that nothing sees, and
+# XLA computes the products of larger ones no faster; elsewhere larger products use the device
+# better (docs/decisions.md).
+SIZES = {"cpu": 48}
 OTHERWISE = 256
+# Places of a block on a CPU in rows of at least LONG_ROW tokens, or for heads of more than
+# WIDE_HEAD numbers, where loops of 48 are slower.
+CPU_SIZE = 64
+LONG_ROW = 1024
+WIDE_HEAD = 64
 # Shorter rows of segments are computed by the dense form on a CPU.
 SHORTEST_FLAT = 256
 NEVER = np.iinfo(np.int32).max
@@ -71,7 +78,7 @@ def served(step: Step, runtime: Runtime) -> bool:
     layout = runtime.layout
     if (
         not step.contiguous
-        or 2 * _size(runtime) > T
+        or 2 * _least_size(runtime) > T
         or (layout is not None and layout.cache_rows_differ)
     ):
         return False
@@ -83,8 +90,14 @@ def _platform(runtime: Runtime) -> str:
     return jax.default_backend() if runtime.layout is None else runtime.layout.platform
 
 
-def _size(runtime: Runtime) -> int:
+def _least_size(runtime: Runtime) -> int:
     return SIZES.get(_platform(runtime), OTHERWISE)
+
+
+def _size(runtime: Runtime, T: int, D: int) -> int:
+    """Returns the places of a block in rows of T tokens, for heads of D numbers."""
+    larger = _platform(runtime) == "cpu" and (T >= LONG_ROW or D > WIDE_HEAD)
+    return max(_least_size(runtime), CPU_SIZE) if larger else _least_size(runtime)
 
 
 def attend(
@@ -106,7 +119,8 @@ def attend(
     if sinks_H is not None or bounds.looks_ahead or not served(step, runtime):
         return None
     layout = runtime.layout
-    spec = BlockSpec(_size(runtime), bounds)
+    T, D = q_BHTD.shape[2:]
+    spec = BlockSpec(_size(runtime, T, D), bounds)
     mask = Mask(step, own_tokens(step, {}))
     if layout is None or layout.mesh.size == 1:
         return block_attention(spec, q_BHTD, k_BKTD, v_BKTV, mask.queries[:2], mask.keys)

@@ -168,7 +168,7 @@ def test_calls_that_blocks_serve():
     training, long, T = (
         Runtime(layout=runtime.layout, skip_blocks=True),
         block_attention.SHORTEST_FLAT,
-        128,
+        2 * block_attention.SIZES["cpu"],
     )
     step, _ = steps("trees", T)
     q = jnp.zeros((2, 1, T, 8))
@@ -189,6 +189,18 @@ def test_calls_that_blocks_serve():
     assert not block_attention.served(make_step(tokens), runtime)
     assert not block_attention.served(make_step(tokens[:, :-1]), training)
     assert not block_attention.served(make_step(tokens, positions=jnp.zeros_like(tokens)), training)
+
+
+def test_blocks_on_a_cpu_are_larger_in_long_rows_and_for_wide_heads(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(
+        block_attention, "block_attention", lambda spec, q, *_: sizes.append(spec.size) or q
+    )
+    runtime = Runtime(skip_blocks=True)
+    for T, D in ((576, 64), (1024, 64), (576, 128)):
+        q = jnp.zeros((1, 1, T, D))
+        block_attention.attend(q, q, q, make_step(jnp.zeros((1, T), jnp.int32)), runtime)
+    assert sizes == [48, 64, 64]
 
 
 def test_only_training_skips_blocks_of_segments():
