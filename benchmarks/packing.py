@@ -158,7 +158,7 @@ def measure(kind: Kind, lengths: Lengths, size: int, steps: int) -> Share:
     trainer = stage(kind, size).trainer
     share = Share([], set())
     for batch in batches(kind, lengths, size, steps):
-        packing, rows = trainer.packing_of(batch)
+        packing, rows = trainer.packing_of_update(batch)
         share.shares.append(packing.metrics(rows, kind.shared)["perf/packed_share"])
         share.shapes.add((*packing.shape, rows))
     return share

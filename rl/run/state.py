@@ -207,6 +207,7 @@ class Run(Context):
             if until:
                 host["until"] = True
             self.progress.producer = stage.producer_state()
+            self.progress.packed_rows = stage.trainer.row_history.to_json()
             host |= {"progress": self.progress.to_json()} | (
                 {"teacher": self.teacher} if self.teacher else {}
             )

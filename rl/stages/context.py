@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # Fields of Progress with another name in the files of checkpoints.
 _JSON_KEYS = {"next_prompt_id": "prompts", "examples_drawn": "drawn", "adaptive_coefs": "controls"}
 # Fields that the JSON of a checkpoint may lack, with their values then.
-_ADDED = {"unscored_steps": 0}
+_ADDED: dict[str, Any] = {"unscored_steps": 0, "packed_rows": {}}
 
 
 @dataclass
@@ -50,6 +50,8 @@ class Progress:
     - adaptive_coefs: scalars that the algorithm adapts from update to update.
     - unscored_steps: how many steps in a row, up to the last one, had no completion with a score
       (`rewards.unscored_steps`).
+    - packed_rows: the `RowHistory` of its updates, as values that JSON can hold: of the checkpoint
+      that was read or is to be written.
     """
 
     next_prompt_id: int = 0
@@ -58,6 +60,7 @@ class Progress:
     producer: dict[str, Any] = field(default_factory=dict)
     adaptive_coefs: dict[str, float] = field(default_factory=dict)
     unscored_steps: int = 0
+    packed_rows: dict[str, Any] = field(default_factory=dict)
 
     def start_stage(self, coefs: dict[str, float]) -> None:
         """Resets the fields of the stage. `coefs`: initial `adaptive_coefs`."""
@@ -65,6 +68,7 @@ class Progress:
         self.producer = {}
         self.adaptive_coefs = dict(coefs)
         self.unscored_steps = 0
+        self.packed_rows = {}
 
     def to_json(self) -> dict:
         """Returns the progress as values that JSON can hold."""

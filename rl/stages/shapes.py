@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class PackedRows(NamedTuple):
-    """The packed rows of one update, with sequences of full length; with trees, if the stage shares
-    beginnings.
+    """The packed rows of one update, with sequences of full length, in the largest micro-batches
+    that a run may have; with trees, if the stage shares beginnings.
 
     shape: (rows, tokens of a row) of the program, which may have room for more. micro_rows: rows of
     a micro-batch. trip_count: micro-batches that hold a token; others are skipped.
@@ -51,8 +51,11 @@ def abstract_rows(stage: StageKind, updates: int) -> PackedRows:
     def filled_rows(length: int) -> int:
         return -(-full // (length // bounds.limit))
 
-    sizes = Sizes(full, full * bounds.limit, bounds.limit)
-    shape = choose_shape(bounds, sizes, filled_rows)
+    if bounds.micro_tokens is None:
+        sizes = Sizes(full, full * bounds.limit, bounds.limit)
+        shape = choose_shape(bounds, sizes, filled_rows)
+    else:
+        shape = bounds.largest(full)
     passes = -(-filled_rows(shape.length) // shape.micro_rows)
     return PackedRows((bounds.program_rows(shape), shape.length), shape.micro_rows, passes)
 

@@ -36,6 +36,7 @@ from rl.stages.sampling.evaluation import Evaluation
 from rl.stages.sampling.params import sampling_params
 from rl.stages.sampling.records import write_samples
 from rl.stages.sharing import sharing_of
+from rl.training.packing.row_shapes import RowHistory
 from rollout.collect import Rollouts, Source, collect
 
 if TYPE_CHECKING:
@@ -215,6 +216,7 @@ class StageKind(StageWithRows, Generic[State]):
             trained = self.trains_policy and trains_towers(context.model.graph, self.options)
             context.tables.start_stage(trained)
         if restored is not None:
+            self.trainer.row_history = RowHistory.from_json(context.progress.packed_rows)
             return restored
         context.progress.start_stage(self.algorithm.adaptive_coefs)
         self.restore_curriculum({})

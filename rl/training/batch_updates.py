@@ -32,7 +32,7 @@ from rl.errors import ModelError
 from rl.training.batch import Batch
 from rl.training.media import towers
 from rl.training.packing.packing import Packing, plan_rows
-from rl.training.packing.row_shapes import RowBounds
+from rl.training.packing.row_shapes import RowBounds, RowHistory, RowShape
 from rl.training.packing.trees import Sharing, plan_tree_rows
 from rl.training.updater import LossCall
 from rl.training.updates.optimizer_step import ParamState, updates_made
@@ -144,23 +144,34 @@ class BatchUpdates(ABC):
         self.sharing: Sharing | None = None
         # Most tokens of a row of a batch; None: the length of its arrays.
         self.row_length: int | None = None
+        # Of the updates; a checkpoint holds it.
+        self.row_history = RowHistory()
         # Only updates may drop tokens of full experts: the generator, and passes that are compared
         # with it, never do.
         self._scoring_graph = graph.with_runtime(skip_blocks=True)
         self._update_graph = self._scoring_graph.with_runtime(**stage.runtime)
 
-    def packing_of(self, batch: Batch) -> tuple[Packing, int]:
+    def packing_of_update(self, batch: Batch) -> tuple[Packing, int]:
+        """Returns `packing_of` a batch for its update, and adds it to `row_history`."""
+        packing, R = self.packing_of(batch, self.row_history)
+        if packing.distinct:
+            self.row_history.add(RowShape(R, packing.shape[1]), packing.share(R))
+        return packing, R
+
+    def packing_of(self, batch: Batch, history: RowHistory | None = None) -> tuple[Packing, int]:
         """Returns (packing of the sequences of a batch on the host, packed rows per micro-batch).
 
         A batch in which no group has a beginning worth sharing is packed as sequences alone.
+        history: as in choose_shape; an evaluation has None, so that its programs do not depend on
+        the step.
         """
         N, T = batch.segments.shape
         T = self.row_length or T
         if self.sharing is not None:
             bounds = self.row_bounds(N, T, self.sharing)
-            if planned := plan_tree_rows(batch, bounds, self.sharing):
+            if planned := plan_tree_rows(batch, bounds, self.sharing, history):
                 return planned[0], planned[1].micro_rows
-        packing, shape = plan_rows(batch.segments, self.row_bounds(N, T))
+        packing, shape = plan_rows(batch.segments, self.row_bounds(N, T), history)
         return packing, shape.micro_rows
 
     def row_bounds(self, N: int, T: int, sharing: Sharing | None = None) -> RowBounds:
@@ -193,7 +204,6 @@ class BatchUpdates(ABC):
             row_multiple=multiple,
             length_multiple=self._length_multiple(limit),
             few_rows_first=on_cpu,
-            few_lengths=not on_cpu,
         )
 
     def _length_multiple(self, limit: int) -> int:

@@ -122,7 +122,7 @@ class RewardModelTrainer(BatchUpdates):
         encode them, which learn in no update of a reward model; None without them. number: of the
         update in its stage, from 0, as in UpdateArguments.
         """
-        packing, R = self.packing_of(batch)
+        packing, R = self.packing_of_update(batch)
         self.add_flops(self.model.flops, packing, passes=3)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
         inputs = self.loss_inputs(batch)

@@ -274,7 +274,7 @@ class Trainer(BatchUpdates):
             raise ValueError(
                 "router_replay: this batch has no routes; take it from to_batch(..., replay=True)"
             )
-        packing, R = self.packing_of(batch)
+        packing, R = self.packing_of_update(batch)
         if not critic_only:
             self.add_flops(self.flops, packing, passes=3)
             self._add_teacher_flops(packing)
@@ -469,7 +469,7 @@ class Trainer(BatchUpdates):
     def _counted_pass(
         self, program: CompiledCache, weights: Weights, batch: Batch, operations: Operations
     ) -> tuple[np.ndarray, ...]:
-        packing, R = self.packing_of(batch)
+        packing, R = self.packing_of(batch, self.row_history)
         self.add_flops(operations, packing, passes=1)
         return by_micro_batch(partial(program, weights), batch, packing, R, self.graph.layout)
 

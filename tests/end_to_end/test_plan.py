@@ -3,6 +3,7 @@ and against the memory of a run, settings with which they fit, and what is refus
 
 import importlib.util
 import json
+import math
 from dataclasses import asdict
 
 import jax
@@ -26,7 +27,6 @@ from rl.plan.programs import programs
 from rl.run import build
 from rl.run.load import load
 from rl.stages.scorers import program_name
-from rl.training.batch import padded_batch
 from rl.training.reward_model import RewardModelScorer
 from rl.training.trainer import Trainer
 from rollout.engine import exact
@@ -124,12 +124,10 @@ def test_arguments_are_the_bytes_of_the_live_arrays(plan, tmp_path):
     trainer = Trainer(graph, options, rl.algorithms.get("sft"))
     state = trainer.start(graph.init(0), seed=0)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    N, T = options.prompts_per_step, config.max_length
-    packing, _ = trainer.packing_of(padded_batch([([0] * T, [1] * T)] * N, T))
     updated = held - 4  # the count of the schedule follows from the number of the update
     assert result["aliased"] == updated
     # tokens, segments and mask, how many tokens count, and the number of the update
-    read = 3 * 4 * packing.shape[0] * packing.shape[1] + 4 + 4
+    read = 3 * 4 * math.prod(result["shape"]) + 4 + 4
     assert result["arguments"] == updated + read
     estimated = Estimator(jax.devices()[:1], None, None)(config)
     assert estimated["sft: update"].resident == held, (
@@ -176,8 +174,8 @@ PACKED = ("update", "log-probabilities", "values")
 
 def assert_ran_as_planned(directory, planned):
     """Every planned program ran, and took to the byte what the plan had said. The shape of packed
-    rows follows from the lengths of a batch: where the run had others, they took at most half more
-    than those of the plan, whose sequences are all the longest."""
+    rows follows from the lengths of a batch: where the run had others, they took no more than those
+    of the plan, the largest."""
     ran = json.loads((directory / program_memory.FILE).read_text())["programs"]
     ran = {
         (
@@ -192,7 +190,7 @@ def assert_ran_as_planned(directory, planned):
         mine = ran.get((kind, stage, shape), ran.get((kind, "generator", shape)))
         if mine is None and kind in PACKED:
             peaks = [other["peak"] for key, other in ran.items() if key[:2] == (kind, stage)]
-            assert peaks and max(peaks) <= 1.5 * each["peak"], (name, peaks, each["peak"])
+            assert peaks and max(peaks) <= each["peak"], (name, peaks, each["peak"])
             continue
         assert mine, (name, shape, sorted(ran))
         parts = ("arguments", "temporaries", "outputs", "aliased", "peak")

@@ -206,6 +206,8 @@ def test_the_export_holds_the_last_weights_and_the_tokenizer(uninterrupted, tmp_
     checkpoints.close()
     progress = {"prompts": 16, "version": 3 + 3 * 2 + 2, "drawn": 4, "producer": {}, "controls": {}}
     progress["unscored_steps"] = 0
+    packed_rows = host["progress"].pop("packed_rows")
+    assert packed_rows["updates"] == 2 and packed_rows["shapes"]
     assert (number, host) == (
         9,
         {"stage": 2, "step": 1, "steps": 1, "ended": True, "progress": progress},

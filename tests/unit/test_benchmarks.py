@@ -258,4 +258,4 @@ def test_few_computed_tokens_are_padding_in_updates_of_every_kind(script):
         for size, least in ((8, 0.90), (32, 0.95)):
             share = packing.measure(kind, packing.lognormal, size, steps=30)
             assert sum(share.shares) / 30 >= least, (kind.name, size)
-            assert len(share.shapes) <= 16, (kind.name, size)
+            assert len(share.shapes) <= 9, (kind.name, size)

@@ -4,6 +4,8 @@ is what separate rows give.
 
 import dataclasses
 import itertools
+import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,15 @@ from policy import modes
 from policy.attention import block_attention
 from rl.training.batch import segmented_batch
 from rl.training.packing.packing import best_fit, plan_packing, plan_rows
-from rl.training.packing.row_shapes import MAX_LENGTHS, RowBounds, Sizes
+from rl.training.packing.row_shapes import (
+    MAX_LENGTHS,
+    RECENT,
+    RowBounds,
+    RowHistory,
+    RowShape,
+    Sizes,
+    choose_shape,
+)
 from rl.training.weights import WeightGroup, Weights
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "constant", "prompt")
@@ -69,11 +79,14 @@ def test_every_sequence_is_contiguous_in_a_row_of_its_own_number(lengths, length
 
 
 BOUNDS = st.builds(
-    RowBounds,
-    sequences=st.just(40),
-    sequence=st.just(64),
-    limit=st.just(64),
-    most_rows=st.sampled_from([1, 4, 12, 40]),
+    lambda micro_tokens, **rest: RowBounds(
+        sequences=40,
+        sequence=64,
+        limit=64,
+        most_rows=(micro_tokens or 40 * 64) // 64,
+        micro_tokens=micro_tokens,
+        **rest,
+    ),
     micro_tokens=st.sampled_from([None, 64, 256, 768]),
     longest=st.sampled_from([64, 192, 3072]),
     stretched=st.sampled_from([0, 3072]),
@@ -107,6 +120,57 @@ def test_the_shape_of_rows_keeps_to_its_bounds_and_holds_every_batch(lengths, bo
             assert bounds.program_rows(each) >= worst, "a program has room for the fullest batch"
     again, _ = plan_rows(segments[::-1], bounds)
     assert again.shape == packing.shape, "the order of the sequences changes nothing"
+    fullest = bounds.largest(40) if bounds.micro_tokens is not None else bounds.shortest(64)
+    assert bounds.allows(fullest, 64)
+    if bounds.row_multiple == 1:
+        assert rows * length <= math.prod(fullest), "a plan takes the largest"
+    history = RowHistory([RowShape(1, 64), RowShape(3, 72), RowShape(40, 192), shape], 1.0, RECENT)
+    met = choose_shape(bounds, sizes, lambda length: filled(segments, length), history)
+    assert met in history.shapes and bounds.allows(met, longest)
+
+
+def filled(segments, length):
+    """How many packed rows of a length the sequences fill."""
+    lengths = (segments != 0).sum(1)
+    return best_fit(lengths, np.ones(len(lengths), int), length).rows
+
+
+BATCHES = RowBounds(8, 512, 512, most_rows=2, micro_tokens=1024, longest=3072)
+
+
+def choice(lengths, history=None):
+    segments = segments_of(lengths, 512)
+    sizes = Sizes(len(lengths), sum(lengths), max(lengths))
+    shape = choose_shape(BATCHES, sizes, lambda length: filled(segments, length), history)
+    passes = -(-filled(segments, shape.length) // shape.micro_rows)
+    return shape, sum(lengths) / (passes * math.prod(shape))
+
+
+def test_an_update_has_the_shape_of_an_earlier_one_while_rows_are_full():
+    """Of 30 batches of 8 sequences, with the state that a checkpoint holds."""
+    rng = np.random.default_rng(0)
+    batches = np.exp(rng.normal(np.log(205), 0.6, (30, 8))).clip(8, 512).astype(int).tolist()
+    history, alone, shares = RowHistory(), set(), []
+    for lengths in batches:
+        alone.add(choice(lengths)[0])
+        shape, share = choice(lengths, history)
+        history = RowHistory.from_json(json.loads(json.dumps(history.to_json())))
+        assert choice(lengths, history) == (shape, share), "read back, it gives the same"
+        history.add(shape, share)
+        shares.append(share)
+    assert len(history.shapes) <= len(alone) // 2 and history.updates == 30
+    assert np.mean(shares) >= 0.9
+
+
+def test_what_long_ago_was_full_excuses_no_empty_rows():
+    """Answers that become shorter have rows of their own, as soon as the mean of recent updates has
+    fallen."""
+    history = RowHistory([RowShape(1, 512)], 1.0, RECENT)
+    short = [70] * 8  # two rows of 512 are 0.55 full
+    for _ in range(RECENT):
+        history.add(*choice(short, history))
+    assert choice(short, history)[1] > 0.9 and len(history.shapes) == 2
+    assert choice([500] * 8, history)[0] == (1, 512)
 
 
 @given(BOUNDS)
@@ -272,18 +336,22 @@ def test_long_rows_change_an_update_by_rounding_alone(all_optimizations):
 
 @pytest.mark.slow
 def test_a_trainer_that_goes_on_packs_the_same_and_gives_the_same_bits(all_optimizations):
-    """Three batches whose rows have different lengths; the second trainer has not seen the first
-    two."""
-    batches = [batch(rows=8, length=length, seed=length) for length in (12, 30, 21)]
+    """Batches whose rows have different lengths. The second trainer has not seen the first ones,
+    and packs the last one as they were, which it would not do without their history."""
+    batches = [batch(rows=8, length=length, seed=length) for length in (12, 50, 48)]
     trainer, state = begin(learners.dense(), stage(GRPO), fresh=True)
     shapes = {trainer.packing_of(data)[0].shape for data in batches}
     assert len(shapes) == 3
     for data in batches[:2]:
         state, _ = trainer.update(state, data)
     saved = jax.tree.map(np.array, state)
+    history = json.loads(json.dumps(trainer.row_history.to_json()))
     last = host(trainer.update(state, batches[2])[0])
+    assert len(trainer.row_history.shapes) == 2
     other, _ = begin(learners.dense(), stage(GRPO), fresh=True)
+    other.row_history = RowHistory.from_json(history)
     assert same_bits(host(other.update(jax.tree.map(jnp.asarray, saved), batches[2])[0]), last)
+    assert other.row_history == trainer.row_history
 
 
 @pytest.mark.slow

@@ -18,7 +18,13 @@ from policy.cache.paths import Tree
 from policy.cache.step import UNKNOWN
 from rl.accounting import flops
 from rl.training.batch import Batch
-from rl.training.packing.row_shapes import RowBounds, RowShape, Sizes, choose_shape
+from rl.training.packing.row_shapes import (
+    RowBounds,
+    RowHistory,
+    RowShape,
+    Sizes,
+    choose_shape,
+)
 
 PER_TOKEN_FIELDS = (
     "mask",
@@ -70,13 +76,18 @@ class Packing:
         """Returns the share of computed tokens that are real, if `micro_rows` rows are computed at
         a time. shared: whether to add the tokens of all sequences divided by those that are
         computed."""
-        computed = max(1, -(-self.filled_rows // micro_rows)) * micro_rows * self.shape[1]
-        metrics = {"perf/packed_share": self.distinct / computed}
+        metrics = {"perf/packed_share": self.share(micro_rows)}
         return metrics | (
             {"perf/shared_prefix": max(1, len(self.source)) / max(1, self.distinct)}
             if shared
             else {}
         )
+
+    def share(self, micro_rows: int) -> float:
+        """Returns the share of computed tokens that are real, if `micro_rows` rows are computed at
+        a time."""
+        computed = max(1, -(-self.filled_rows // micro_rows)) * micro_rows * self.shape[1]
+        return self.distinct / computed
 
     @property
     def distinct(self) -> int:
@@ -246,8 +257,11 @@ def plan_packing(
     )
 
 
-def plan_rows(segments_NT: np.ndarray, bounds: RowBounds) -> tuple[Packing, RowShape]:
-    """Returns (the packing of the rows of a batch in the shape that fits them, that shape)."""
+def plan_rows(
+    segments_NT: np.ndarray, bounds: RowBounds, history: RowHistory | None = None
+) -> tuple[Packing, RowShape]:
+    """Returns (the packing of the rows of a batch in the shape that fits them, that shape). history:
+    as in choose_shape."""
     segments = np.asarray(segments_NT)
     lengths = np.count_nonzero(segments, axis=1)
     sequences = segments.max(axis=1, initial=0)
@@ -255,6 +269,7 @@ def plan_rows(segments_NT: np.ndarray, bounds: RowBounds) -> tuple[Packing, RowS
         bounds,
         Sizes(int(np.count_nonzero(lengths)), int(lengths.sum()), int(lengths.max(initial=1))),
         lambda length: best_fit(lengths, sequences, length).rows,
+        history,
     )
     packing = plan_packing(segments, bounds.program_rows(shape), shape.length)
     return packing, shape

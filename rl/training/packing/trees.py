@@ -27,7 +27,13 @@ from policy.cache.step import UNKNOWN
 from policy.config import DecoderConfig
 from rl.training.batch import Batch
 from rl.training.packing.packing import Packing
-from rl.training.packing.row_shapes import RowBounds, RowShape, Sizes, choose_shape
+from rl.training.packing.row_shapes import (
+    RowBounds,
+    RowHistory,
+    RowShape,
+    Sizes,
+    choose_shape,
+)
 
 LEAST_SAVED = 0.05
 """Groups whose trees save a smaller share of their tokens are packed as sequences alone."""
@@ -399,10 +405,10 @@ def plan_trees(
 
 
 def plan_tree_rows(
-    batch: Batch, bounds: RowBounds, sharing: Sharing
+    batch: Batch, bounds: RowBounds, sharing: Sharing, history: RowHistory | None = None
 ) -> tuple[Packing, RowShape] | None:
     """Returns (the packing of the trees of a batch in the shape that fits them, that shape); None
-    if no tree has a shared token."""
+    if no tree has a shared token. history: as in choose_shape."""
     pieces = pieces_of(batch, sharing, bounds.limit)
     tokens = sum(piece.size for piece in pieces)
     if tokens >= batch.filled_tokens:
@@ -411,6 +417,7 @@ def plan_tree_rows(
         bounds,
         Sizes(len(pieces), tokens, pieces[0].size),
         lambda length: 1 + max(each.row for each in place_trees(pieces, sharing, length)),
+        history,
     )
     assigned = place_trees(pieces, sharing, shape.length)
     return _packing(batch, assigned, (bounds.program_rows(shape), shape.length)), shape
