@@ -182,6 +182,7 @@ class Duet:
         self.algorithm = rl.algorithms.get("grpo")
         self.trainer = Trainer(self.model.graph, grpo_stage(work), self.algorithm)
         self.state = self.trainer.start(self.model.params, seed=0)
+        self.model.params = self.state.policy.params
         self.drawn = 0
         self.problems = [
             Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS

@@ -121,6 +121,7 @@ class Run(Context):
         ):
             if checkpoint is None:
                 state = stage.start(self)
+                self.model.params = state.policy.params
                 self._note_curriculum(stage)
                 return state
             restored = self.checkpoints.restore(stage.abstract())

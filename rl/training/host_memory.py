@@ -11,6 +11,7 @@ from typing import Any, TypeGuard, TypeVar
 import jax
 import jax.numpy as jnp
 
+from policy.mesh.sharding import Layout
 from policy.ops.host_memory import fetch, on_host
 
 Tree = TypeVar("Tree")
@@ -56,6 +57,17 @@ def copied(params: dict[str, jax.Array], tables: frozenset[str]) -> dict[str, ja
         return jax.tree.map(jnp.copy, weights)
 
     return joined(on_each_memory(copies, tables, fetched_except(tables, params)))
+
+
+def reusable(params: dict[str, jax.Array], layout: Layout) -> dict[str, jax.Array]:
+    """Returns weights whose memory an update can reuse.
+
+    On one CPU those of `policy.load` lie where numpy has read them. jax does not own that memory,
+    so the first update would hold the weights twice.
+    """
+    if layout.platform != "cpu" or layout.mesh.size > 1:
+        return params
+    return jax.tree.map(lambda a: jax.device_put(a, may_alias=False), params)
 
 
 def mixed(

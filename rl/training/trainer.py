@@ -37,7 +37,7 @@ from rl.training.batch_updates import (
     step_of,
 )
 from rl.training.critic import Critic
-from rl.training.host_memory import copied, mixed
+from rl.training.host_memory import copied, mixed, reusable
 from rl.training.packing.packing import Packing
 from rl.training.teacher import Student, Teacher
 from rl.training.updater import LossCall, LossOutput, Update, UpdateArguments, UpdateCall
@@ -209,6 +209,7 @@ class Trainer(BatchUpdates):
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
         """Returns the state at the beginning of the stage. Owns `params`; reference and critic are
         copies."""
+        params = reusable(params, self.graph.layout)
         reference = None
         if self._has_reference:
             copies = partial(copied, tables=self.graph.host_tables)
