@@ -129,6 +129,24 @@ def test_the_shape_of_rows_keeps_to_its_bounds_and_holds_every_batch(lengths, bo
     assert met in history.shapes and bounds.allows(met, longest)
 
 
+@pytest.mark.parametrize(
+    "sequences, limit, longest",
+    [(16, 96, 64), (8, 1000, 3000), (2, 150, 3072)],
+    ids=["longer than rows of several", "no rounded length", "few sequences"],
+)
+def test_a_plan_takes_the_largest_micro_batch(sequences, limit, longest):
+    """Sequences that fill a micro-batch have no larger one in a run."""
+    bounds = RowBounds(sequences, limit, limit, 4, 4 * limit, longest, few_rows_first=True)
+    largest = bounds.largest(sequences)
+    assert bounds.allows(largest, limit)
+    segments = segments_of([limit] * sequences, limit)
+    for tokens in (limit - 1, limit):
+        sizes = Sizes(sequences, sequences * tokens, limit)
+        shape = choose_shape(bounds, sizes, lambda length: filled(segments, length))
+        assert math.prod(shape) <= math.prod(largest)
+    assert math.prod(largest) >= min(4, sequences) * limit
+
+
 def filled(segments, length):
     """How many packed rows of a length the sequences fill."""
     lengths = (segments != 0).sum(1)

@@ -226,14 +226,16 @@ class RowBounds:
         `limit` tokens, if a batch may have several micro-batches. full: the most packed rows of
         `limit` tokens that a batch fills."""
         shortest = self.shortest(self.limit)
-        all_rows = _multiple(full, self.row_multiple) * shortest.length
-        most = min(self._most_tokens(self.limit), all_rows)
+        most = self._most_tokens(self.limit)
+        filled = _multiple(full, self.row_multiple)
         fitting = most // shortest.length // self.row_multiple * self.row_multiple
         shapes = [shortest]
-        for rows in (*self._row_counts(), fitting):
-            length = rounded_down(min(most // max(1, rows), self.longest), self.length_multiple)
-            if length >= shortest.length:
-                shapes.append(RowShape(rows, length))
+        for rows in (*self._row_counts(), min(fitting, filled)):
+            if 0 < rows <= filled and rows * shortest.length <= most:
+                even = rounded_up(math.ceil(filled * shortest.length / rows), STEPS[0])
+                room = min(most // rows, self.longest, even)
+                longer = rounded_down(room, self.length_multiple)
+                shapes.append(RowShape(rows, max(longer, shortest.length)))
         return max(shapes, key=math.prod)
 
     def _most_tokens(self, longest: int) -> int:
