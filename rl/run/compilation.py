@@ -19,7 +19,7 @@ def compile_generator(run: Run) -> None:
     Raises ConfigError for a cache that cannot be allocated.
     """
     generator = run.generator
-    problems = [each for stage in run.stages for each in stage.prompts()] + run.evaluation_problems
+    problems = [each for stage in run.stages for each in stage.problems()] + run.evaluation_problems
     longest = max(
         processes.all_gather_object(max((len(problem.ids) for problem in problems), default=0))
     )

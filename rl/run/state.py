@@ -199,37 +199,45 @@ class Run(Context):
                 self.best.keep(self.checkpoints.numbers())
                 due = self.best.improved(number, step, value) or due
         if due and self.events.sync():
-            host = {
-                "stage": stage.index,
-                "step": step,
-                "steps": stages[stage.index].total_steps,
-                "ended": ended,
-            }
-            if until:
-                host["until"] = True
-            self.progress.producer = stage.producer_state()
-            self.progress.packed_rows = stage.trainer.row_history.to_json()
-            host |= {"progress": self.progress.to_json()} | (
-                {"teacher": self.teacher} if self.teacher else {}
-            )
-            host |= self.best.to_host()
+            host = self._host(stage, step, ended, until)
             with self.timeline.span("checkpoint", stage=stage.name, step=step):
                 self.checkpoints.save(number, state, host, wait=bool(request))
             self.events.rotate()
         if not request:
             return False
+        self._check_saved(number, request, f"after step {step} of {stage.name}", options.dir)
+        return not (ended and stage.index == len(stages) - 1)
+
+    def _host(self, stage: StageKind, step: int, ended: bool, until: bool) -> dict[str, Any]:
+        """Returns the host.json of a checkpoint after this step. Arguments as in `save`."""
+        host: dict[str, Any] = {
+            "stage": stage.index,
+            "step": step,
+            "steps": self.config.stages[stage.index].total_steps,
+            "ended": ended,
+        }
+        if until:
+            host["until"] = True
+        self.progress.producer = stage.producer_state()
+        self.progress.packed_rows = stage.trainer.row_history.to_json()
+        host["progress"] = self.progress.to_json()
+        if self.teacher:
+            host["teacher"] = self.teacher
+        return host | self.best.to_host()
+
+    def _check_saved(self, number: int, request: str, where: str, directory: str | None) -> None:
+        """Raises ResourceError if the newest checkpoint has another number; else Interrupted, if the
+        request is a signal and not `rl stop`."""
         newest = self.checkpoints.host()
-        where = f"after step {step} of {stage.name}"
         if newest is None or newest[0] != number:
             raise ResourceError(
                 f"{request}: NOT saved (see above) {where}; make room, then continue with "
-                f"`rl-train {quoted(options.dir)}`"
+                f"`rl-train {quoted(directory)}`"
             )
         if request != _STOP:
             raise Interrupted(
-                f"{request}: saved {where}; continue with `rl-train {quoted(options.dir)}`"
+                f"{request}: saved {where}; continue with `rl-train {quoted(directory)}`"
             )
-        return not (ended and stage.index == len(stages) - 1)
 
     def best_state(self, stage: StageKind, state: StageState, step: int) -> StageState:
         """Returns the state that the run goes on with after the last step of a stage: that of its

@@ -119,7 +119,7 @@ class Stage(StageKind["RunState"]):
         reader.check_teacher(self.teacher, self.options.sampling.stop_token_ids)
         reader.check_words(self.options.sampling.bad_words, f"stages.{self.index}.sampling")
 
-    def prompts(self) -> list:
+    def problems(self) -> list:
         return list(self.rows.own) if self.calls_generator else []
 
     def bind(self, graph: Graph) -> None:

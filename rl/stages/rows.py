@@ -78,7 +78,7 @@ class StageWithRows(ConfiguredStage, ABC):
         assert self.held_out_rows is not None
         return self.held_out_rows.take(numbers)
 
-    def prompts(self) -> list:
+    def problems(self) -> list:
         """Returns the problems of this process, which the generator completes."""
         return []
 
@@ -131,16 +131,15 @@ class StageWithRows(ConfiguredStage, ABC):
         start = progress.examples_drawn
         progress.examples_drawn += count
         if self.curriculum is None:
-            drawn = self.example_order.take(range(start, start + 2 * count))
+            # The examples of the next step too: their pictures are read while this one is computed.
+            known = self.example_order.take(range(start, start + 2 * count))
         else:
             assert self.options.curriculum is not None
             name = self.options.curriculum.name
-            drawn = named.chosen(self.curriculum, name, count, self.examples)
-        self.example_numbers = drawn[:count]
+            known = named.chosen(self.curriculum, name, count, self.examples)
+        self.example_numbers = known[:count]
         if self.context.tables is not None:
-            # Without a curriculum `drawn` has the examples of the next step too: their pictures are
-            # read while this step is computed.
-            self.context.tables.prefetch(self.rows.held(self.example_order.rows_of(drawn)))
+            self.context.tables.prefetch(self.rows.held(self.example_order.rows_of(known)))
         return self.example_numbers
 
     def data_metrics(self) -> dict[str, float]:

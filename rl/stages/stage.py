@@ -191,7 +191,8 @@ class StageKind(StageWithRows, Generic[State]):
         programs."""
         other = copy.copy(self)
         other.trainer = copy.copy(self.trainer)
-        other.options = other.trainer.stage = options
+        other.options = options
+        other.trainer.stage = options
         other.trainer.sharing = sharing_of(other, other.trainer.graph)
         return other
 
@@ -308,9 +309,10 @@ class StageKind(StageWithRows, Generic[State]):
     def update(
         self, state: State, batch: Batch, step: int, table: StepTable | None = None, **options: Any
     ) -> tuple[State, dict[str, float]]:
-        """Makes the `updates_per_step` updates of a step, counted from 1, each on a mini-batch of
-        equally many rows. `options`: for `Trainer.update`. table: rows of pictures and sounds;
-        None without them.
+        """Makes the `updates_per_step` updates of a step, each on a mini-batch of equally many rows.
+
+        step: its number in the stage, from 1. table: rows of pictures and sounds; None without
+        them. options: for `Trainer.update`.
 
         Returns the state and the mean of each metric over the updates that have it (of
         `first_update_metrics`, the first value): updates without a token in the loss have no metric

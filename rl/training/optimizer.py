@@ -1,5 +1,5 @@
-"""Makes one step of an optimizer: at once, or layer by layer for weights and moments in host
-memory.
+"""The rules of the optimizers (`RULES`), and one step of them: at once (`at_once`), or layer by
+layer for weights and moments in host memory (`by_layer`).
 
 Weights and gradients are flat dicts by path. The state of the optax transformation must consist of
 counters and such dicts. Layer by layer, the transformation must be elementwise, as AdamW is: one
@@ -47,7 +47,7 @@ def schedule(options: OptimizerOptions, steps: int, updates_per_step: int = 1) -
 def at_update(state: State, update: jax.Array) -> State:
     """Returns the state of `optimizer` whose next step has the learning rate of this update.
 
-    Its own count leaves out updates that changed nothing.
+    The count of the optimizer leaves out updates that changed nothing.
     """
 
     def is_schedule(entry):

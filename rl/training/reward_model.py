@@ -69,23 +69,23 @@ class RewardModelTrainer(BatchUpdates):
         self.model = Critic(self._scoring_graph)
         self._step = OptimizerStep(WeightGroup.REWARD_MODEL, self.model, stage.optimizer, stage)
         main = WeightGroup.REWARD_MODEL
-        self.reward_model = Update(self._score_loss, main, {main: self._step}, stage, seed)
+        self.reward_model_update = Update(self._score_loss, main, {main: self._step}, stage, seed)
 
     def set_rates(self, stage: StageOptions) -> None:
         """Takes the learning rate and the number of steps of `stage`, whose other settings are the
         same. Updates compile again."""
         self.stage = stage
         self._step = self._step.with_rates(stage.optimizer, stage)
-        self.reward_model = self.reward_model.with_steps(
+        self.reward_model_update = self.reward_model_update.with_steps(
             {WeightGroup.REWARD_MODEL: self._step}, stage
         )
 
     @property
     def executables(self) -> dict[ProgramName, CompiledCache]:
         """Returns the compiled functions of a step, by the names of their programs in a plan."""
-        executables = {ProgramName.REWARD_MODEL_UPDATE: self.reward_model.executable}
+        executables = {ProgramName.REWARD_MODEL_UPDATE: self.reward_model_update.executable}
         if self.stage.held_out:
-            executables |= {ProgramName.HELD_OUT: self.reward_model.losses_executable}
+            executables |= {ProgramName.HELD_OUT: self.reward_model_update.losses_executable}
         return executables
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RewardModelState:
@@ -139,7 +139,7 @@ class RewardModelTrainer(BatchUpdates):
         """Returns the call of the program of an update, of arrays or their shapes."""
         learners = {WeightGroup.REWARD_MODEL: state.reward_model}
         name = ProgramName.REWARD_MODEL_UPDATE
-        return [UpdateCall(name, self.reward_model, learners, arguments, micro_rows)]
+        return [UpdateCall(name, self.reward_model_update, learners, arguments, micro_rows)]
 
     def held_out_call(
         self,
@@ -150,7 +150,7 @@ class RewardModelTrainer(BatchUpdates):
         micro_rows: int,
     ) -> LossCall:
         weights = Weights(reward_model=state.reward_model.params, media_table=table)
-        return LossCall(self.reward_model, weights, batch, inputs, micro_rows)
+        return LossCall(self.reward_model_update, weights, batch, inputs, micro_rows)
 
     def _score_loss(self, weights: Weights, micro: Batch, inputs: PolicyInputs) -> LossOutput:
         step = step_of(weights.media_table, micro, self.stage.dropout)

@@ -1,7 +1,7 @@
 """Compiles the functions of a stage. The trainer computes the arrays that an algorithm asks for and
 minimises its loss.
 
-N rows, T tokens, R rows of a micro-batch.
+N rows of a batch, T tokens, R packed rows of a micro-batch.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Trainer(BatchUpdates):
           state: parts of a RunState besides the policy: "reference", "critic".
           temperature: logits are divided by it before log-probabilities are taken.
           returns_tokens: whether an update of the policy can report log-probability and entropy of
-          each token.
+            each token.
           teacher: the model, or its numbers in the batch, that an update compares the policy with.
         """
         super().__init__(graph, stage, algorithm)
@@ -150,11 +150,13 @@ class Trainer(BatchUpdates):
         # A dense warmup trains the indexers alone, whose losses are auxiliary.
         dense_warmup = stage.indexer.training == "dense_warmup"
         loss = self._auxiliary_only_loss if dense_warmup else self._policy_loss
-        self.policy = Update(loss, WeightGroup.POLICY, self._learning_with_policy, stage, seed)
-        self.critic = None
+        self.policy_update = Update(
+            loss, WeightGroup.POLICY, self._learning_with_policy, stage, seed
+        )
+        self.critic_update = None
         if self._value_model is not None:
             own = {WeightGroup.CRITIC: self.optimizer_steps[WeightGroup.CRITIC]}
-            self.critic = Update(self._critic_loss, WeightGroup.CRITIC, own, stage, seed)
+            self.critic_update = Update(self._critic_loss, WeightGroup.CRITIC, own, stage, seed)
 
     @property
     def _learning_with_policy(self) -> dict[WeightGroup, OptimizerStep]:
@@ -175,8 +177,10 @@ class Trainer(BatchUpdates):
             group: step.with_rates(_optimizer_options(group, stage), stage)
             for group, step in self.optimizer_steps.items()
         }
-        self.policy = self.policy.with_steps(self.optimizer_steps, stage)
-        self.critic = self.critic and self.critic.with_steps(self.optimizer_steps, stage)
+        self.policy_update = self.policy_update.with_steps(self.optimizer_steps, stage)
+        self.critic_update = self.critic_update and self.critic_update.with_steps(
+            self.optimizer_steps, stage
+        )
 
     @property
     def _critic_algorithm(self) -> CriticLoss:
@@ -196,13 +200,13 @@ class Trainer(BatchUpdates):
     def executables(self) -> dict[ProgramName, CompiledCache]:
         """Returns the compiled functions of a step, by the names of their programs in a plan."""
         executables = {
-            ProgramName.UPDATE: self.policy.executable,
+            ProgramName.UPDATE: self.policy_update.executable,
             ProgramName.LOGPROBS: self._logprobs,
         }
         if self.stage.held_out:
-            executables[ProgramName.HELD_OUT] = self.policy.losses_executable
-        if self.critic:
-            executables[ProgramName.CRITIC_UPDATE] = self.critic.executable
+            executables[ProgramName.HELD_OUT] = self.policy_update.losses_executable
+        if self.critic_update:
+            executables[ProgramName.CRITIC_UPDATE] = self.critic_update.executable
             executables[ProgramName.VALUES] = self._values
         return executables
 
@@ -320,19 +324,19 @@ class Trainer(BatchUpdates):
         """Returns the calls of the programs of an update, of arrays or their shapes: of a critic
         that learns alone, and of the policy with the groups that learn with it.
 
-        arguments: what both programs read. Its weights are the media_table alone; each call adds
-        those that its program reads besides.
+        arguments: what both programs read. Of `frozen` it has the `media_table` alone; each call
+        adds the other weights that its program reads. micro_rows: packed rows of a micro-batch.
         """
         calls = []
         if self._updates_critic_alone(critic_only):
-            assert self.critic is not None
+            assert self.critic_update is not None
             trunk = self.value_model.extra_params(state.policy.params)
             frozen = replace(arguments.frozen, policy=trunk)
             calls.append(
                 UpdateCall(
                     ProgramName.CRITIC_UPDATE,
-                    self.critic,
-                    state.learners(self.critic.optimizer_steps),
+                    self.critic_update,
+                    state.learners(self.critic_update.optimizer_steps),
                     replace(arguments, frozen=frozen, tower_inputs=None),
                     micro_rows,
                 )
@@ -343,8 +347,8 @@ class Trainer(BatchUpdates):
             calls.append(
                 UpdateCall(
                     ProgramName.UPDATE,
-                    self.policy,
-                    state.learners(self.policy.optimizer_steps),
+                    self.policy_update,
+                    state.learners(self.policy_update.optimizer_steps),
                     replace(arguments, frozen=frozen),
                     micro_rows,
                 )
@@ -360,7 +364,7 @@ class Trainer(BatchUpdates):
         micro_rows: int,
     ) -> LossCall:
         weights = Weights(policy=state.policy.params, media_table=table)
-        return LossCall(self.policy, weights, batch, inputs, micro_rows)
+        return LossCall(self.policy_update, weights, batch, inputs, micro_rows)
 
     def _auxiliary_only_loss(
         self, weights: Weights, micro: Batch, inputs: PolicyInputs

@@ -2,7 +2,7 @@
 the optimizer of each group, in one compiled program.
 
 `Update` is the program; rl/training/updates has its parts: the step of one optimizer, and the loop
-over micro-batches. N rows, T tokens, M micro-batches of R rows.
+over micro-batches. N packed rows, T tokens, M micro-batches of R rows (`micro_rows`).
 """
 
 from __future__ import annotations
@@ -320,12 +320,12 @@ class Update:
         return weights.with_group(self.group, self._graph.cast_for_products(weights[self.group]))
 
     def _micro_batches(
-        self, tree: tuple[Batch, PolicyInputs], R: int
+        self, tree: tuple[Batch, PolicyInputs], micro_rows: int
     ) -> tuple[Batch, PolicyInputs]:
         """Reshapes [N, ...] to [M, R, ...], each micro-batch sharded by rows; scalars (totals) are
         repeated."""
-        N = tree[0].tokens.shape[0]
-        M = N // R
+        R = micro_rows
+        M = tree[0].tokens.shape[0] // R
 
         def stacked(a):
             if not jnp.ndim(a):
@@ -372,11 +372,13 @@ class Update:
         without_gradient: Weights,
         batch: Batch,
         inputs: PolicyInputs,
-        R: int,
+        micro_rows: int,
     ) -> tuple[Weights, _Terms]:
-        """Returns (float32 gradients, further terms): sums over micro-batches, of tokens arrays
-        [N, T]."""
+        """Returns (float32 gradients, further terms of the mini-batch). Both are sums over
+        micro-batches, but for metrics, which reduce as their names say, and arrays [N, T] of
+        tokens."""
         N = batch.tokens.shape[0]
+        R = micro_rows
         M = N // R
         micros = self._micro_batches((batch, inputs), R)
         batch_totals = totals(batch)

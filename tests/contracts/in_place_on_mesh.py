@@ -54,7 +54,10 @@ def trained(mode: str):
 
 def in_place(trainer, state) -> dict:
     """Bytes of a device that each update writes in place, and those of what it owns."""
-    both = {"policy": (trainer.policy, state.policy), "critic": (trainer.critic, state.critic)}
+    both = {
+        "policy": (trainer.policy_update, state.policy),
+        "critic": (trainer.critic_update, state.critic),
+    }
     written = {
         name: [memory.aliased for memory in one.executable.memory.values()]
         for name, (one, _) in both.items()

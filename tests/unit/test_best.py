@@ -94,16 +94,13 @@ def test_the_first_process_decides_which_step_is_best(monkeypatch, own, first, d
         ),
         config=SimpleNamespace(stages=[SimpleNamespace(total_steps=9)]),
         events=SimpleNamespace(sync=lambda: True, rotate=lambda: None),
-        progress=SimpleNamespace(to_json=dict),
         timeline=SimpleNamespace(span=lambda *_, **__: contextlib.nullcontext()),
-        teacher=None,
+        _host=lambda *_: {},
         _request_to_stop=lambda: None,
     )
     options = SimpleNamespace(best=best.options)
     settings = SimpleNamespace(run=SimpleNamespace(checkpoint_every=0))
-    stage = SimpleNamespace(
-        index=0, name="grpo", options=options, config=settings, producer_state=dict
-    )
+    stage = SimpleNamespace(index=0, name="grpo", options=options, config=settings)
     assert not Run.save(run, stage, None, 2, False, own)
     assert saves == ([2] if due else []) and best.newest.value == (2.0 if due else 1.0)
 

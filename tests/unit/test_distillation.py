@@ -75,9 +75,9 @@ def reverse():
 
 def test_a_teacher_equal_to_the_policy_gives_no_divergence_and_no_gradient():
     trainer, state = reverse()
-    before = host(trainer.policy.step.start(state.policy.params).params)
+    before = host(trainer.policy_update.step.start(state.policy.params).params)
     state = dataclasses.replace(
-        state, policy=trainer.policy.step.start(jax.tree.map(np.array, dense().params))
+        state, policy=trainer.policy_update.step.start(jax.tree.map(np.array, dense().params))
     )
     arrays, metrics = updated(trainer, state, batch())
     assert abs(metrics["distill/reverse_kl"]) < 1e-6 and metrics["optim/grad_norm"] < 1e-6
@@ -309,7 +309,7 @@ def test_no_array_of_all_logits_is_there():
     )
     data = dataclasses.replace(batch(rows=16, length=32), dropout=None)
     updated(trainer, state, data)
-    (memory,) = trainer.policy.executable.memory.values()
+    (memory,) = trainer.policy_update.executable.memory.values()
     logits, head = 4 * 16 * 32 * 20_000, 4 * 20_000 * 8
     assert memory.temporaries < logits / 2 + 4 * head, (memory.temporaries, logits)
 

@@ -451,7 +451,7 @@ def test_an_update_makes_no_array_as_large_as_a_table_in_host_memory():
 
     call = learners.update_call(trainer, state, data, 2)
     visit(
-        trainer.policy.executable.jitted.trace(
+        trainer.policy_update.executable.jitted.trace(
             call.learners, call.arguments, micro_rows=2
         ).jaxpr.jaxpr
     )

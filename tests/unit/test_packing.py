@@ -310,7 +310,7 @@ def test_updates_are_those_of_separate_rows(create, algorithm):
     options = stage(algorithm, router={"bias_rate": 0.05, "balance_coef": 0.3})
     trainer, state = begin(create(), options, fresh=True)
     apart = learners.update_call(trainer, state, data, 12).run()
-    if trainer.critic:
+    if trainer.critic_update:
         critic = learners.update_call(trainer, state, data, 12, of_policy=False).run()
     trainer, state = begin(create(), options)
     together, metrics = trainer.update(state, data)
@@ -318,7 +318,7 @@ def test_updates_are_those_of_separate_rows(create, algorithm):
     for key, value in apart.metrics.items():
         np.testing.assert_allclose(metrics[key], value, rtol=2e-5, atol=1e-6, err_msg=key)
     pairs = [(apart.learners[WeightGroup.POLICY], together.policy)]
-    if trainer.critic:
+    if trainer.critic_update:
         np.testing.assert_allclose(metrics["value/loss"], critic.metrics["value/loss"], rtol=1e-5)
         pairs.append((critic.learners[WeightGroup.CRITIC], together.critic))
     for one, other in pairs:

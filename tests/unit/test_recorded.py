@@ -102,7 +102,7 @@ def producer(folder, alphabet=LETTERS, rewards=("exact_answer",), weight=2.0, **
 
 def test_the_groups_of_a_step_are_those_that_were_recorded(folder):
     made, stage = producer(folder)
-    assert not stage.calls_generator and stage.prompts() == []
+    assert not stage.calls_generator and stage.problems() == []
     made.check_files()
     for step in (1, 2):
         taken, expected = made.take(2), groups_of(step)

@@ -115,7 +115,7 @@ def test_one_program_serves_all_batches_of_a_shape():
             state = trainer.start(jax.tree.map(jax.numpy.copy, learners.dense().params), 0)
         state, metrics = trainer.update(state, data)
         assert metrics["perf/shared_prefix"] > 1.1
-    assert trainer.policy.executable.number == len(shapes) < 3
+    assert trainer.policy_update.executable.number == len(shapes) < 3
 
 
 def test_operations_are_those_of_what_is_computed():

@@ -105,7 +105,9 @@ def test_no_program_makes_an_array_as_large_as_a_table_in_host_memory():
     renewed = trainer._renewed.trace(state.reference, state.policy.params, np.float32(0.5))
     start = jax.jit(partial(copied, tables=model.graph.host_tables)).trace(model.params)
     call = learners.update_call(trainer, state, data, 2)
-    update = trainer.policy.executable.jitted.trace(call.learners, call.arguments, micro_rows=2)
+    update = trainer.policy_update.executable.jitted.trace(
+        call.learners, call.arguments, micro_rows=2
+    )
     for program in (update, start, renewed):
         largest = max(on_device_outputs(program.jaxpr.jaxpr), key=lambda aval: aval.size)
         assert largest.size < model.graph.shapes[TABLE].size, largest

@@ -334,8 +334,8 @@ def test_a_policy_counts_from_the_step_after_the_warm_up_of_its_critic():
     trainer, _ = begin(
         learners.dense(), stage({"name": "ppo", "critic_warmup": 2}, steps=6, optimizer=options)
     )
-    assert trainer.policy.step._first_update == 2
-    assert [float(trainer.policy.step.rate(u)) for u in range(4)] == pytest.approx(
+    assert trainer.policy_update.step._first_update == 2
+    assert [float(trainer.policy_update.step.rate(u)) for u in range(4)] == pytest.approx(
         [0.4, 0.3, 0.2, 0.1]
     )
 
@@ -391,7 +391,7 @@ def test_an_update_leaves_every_array_in_its_dtype(param_dtype, state_dtype):
     trainer, state = begin(model, stage("grpo", optimizer={"state_dtype": state_dtype}))
     data = batch()
     call = learners.update_call(trainer, state, data, 8)
-    update = partial(trainer.policy._update, micro_rows=8)
+    update = partial(trainer.policy_update._update, micro_rows=8)
     new = jax.eval_shape(update, call.learners, call.arguments).learners[WeightGroup.POLICY]
     assert jax.tree.map(lambda a: a.dtype, new) == jax.tree.map(lambda a: a.dtype, state.policy)
     sizes = [np.dtype(a.dtype).itemsize for a in jax.tree.leaves(new.optimizer) if a.ndim]
@@ -574,7 +574,7 @@ def test_a_value_head_learns_with_the_policy_what_it_learns_alone():
     trainer, state = begin(model, options)
     packing, R = trainer.packing_of(data)
     packed, start = packing.batch(data), host(state.policy)
-    critic_stays = trainer.policy.with_steps(trainer.optimizer_steps, options)
+    critic_stays = trainer.policy_update.with_steps(trainer.optimizer_steps, options)
     critic_stays.optimizer_steps = {WeightGroup.POLICY: trainer.optimizer_steps[WeightGroup.POLICY]}
     arguments = UpdateArguments(packed, trainer.loss_inputs(packed))
     call = UpdateCall(
@@ -656,7 +656,7 @@ for degrees in ({"fsdp": 1}, {"fsdp": 8}, {"fsdp": 2, "tensor": 2, "expert": 2})
     trainer, state = learners.begin(learners.experts(mesh=mesh), options)
     for _ in range(2):
         state, metrics = trainer.update(state, data)
-    assert trainer.policy.executable.number == 1
+    assert trainer.policy_update.executable.number == 1
     spread = max(len(a.sharding.device_set) for a in state.policy.params.values())
     results.append((learners.host(state), {k: float(v) for k, v in metrics.items()}, spread))
 (one, ours, _), *others = results

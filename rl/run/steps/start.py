@@ -42,8 +42,8 @@ def prepared_run(config: RunConfig) -> Iterator[Prepared]:
 
 
 def start_run(run: Run, prepared: Prepared, manifest: Manifest) -> None:
-    """Notes what the configuration and the data give rise to, and writes facts about the run into
-    run.json and the timeline."""
+    """Shows the remarks on the configuration and the warnings on the data, and writes into run.json
+    and the timeline what the run started from."""
     run.timeline.past("reading the data", prepared.began, prepared.seconds)
     for note in prepared.notes:
         run.events.note(note)
@@ -60,8 +60,8 @@ def start_stage(run: Run, stage: StageKind, checkpoint: dict | None) -> StageSta
     """Starts a stage, or restores it from a checkpoint, with the settings of its next step. Returns
     its state.
 
-    checkpoint: the JSON part of the checkpoint (host.json); None: the stage is
-    new. At the start of the first stage that samples, the probes of rl/run/health/probe.py run.
+    checkpoint: its host.json, which holds all but the arrays; None: the stage is new. At the start
+    of the first stage that samples, the probes of rl/run/health/probe.py run.
     """
     state = run.start(stage, checkpoint)
     ended = checkpoint is not None and checkpoint["ended"]

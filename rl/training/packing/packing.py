@@ -50,12 +50,11 @@ class Packing:
     rl/training/packing/row_shapes.py chooses them.
 
     unpacked_shape: (N, T). shape: (R, L). source, target: flat token indices; token `source[i]` of
-    the rows is token `target[i]` of the packed rows. segments: int32[R, L], sequence of each token
-    within its packed row, from 1;
-    0 on padding and on shared tokens that nothing is trained on.
-    filled_rows: packed rows that hold tokens; empty rows come last. runs: (ends, starts), where in
-    its sequence each run of tokens that is computed ends and starts. A sequence alone is one run
-    from 0.
+    the rows is token `target[i]` of the packed rows. segments: int32[R, L], the number of each
+    token's sequence in its packed row, from 1; 0 on padding and on shared tokens that nothing is
+    trained on. filled_rows: how many packed rows hold tokens; empty rows come last. runs: (ends,
+    starts), where in its sequence each run of tokens that is computed ends and starts. A sequence
+    alone is one run from 0.
 
     tree: the trees of the packed rows, if sequences share beginnings
     (rl/training/packing/trees.py). Then several tokens have one target, and `writes`, bool of each
@@ -107,7 +106,8 @@ class Packing:
         """Packs [N, T, ...] into [R, L, ...], with `fill` on padding."""
         array = np.asarray(array_NT)
         trailing = array.shape[2:]
-        out, (source, target) = np.full((*self.shape, *trailing), fill, array.dtype), self._written
+        out = np.full((*self.shape, *trailing), fill, array.dtype)
+        source, target = self._written
         out.reshape(-1, *trailing)[target] = array.reshape(-1, *trailing)[source]
         return out
 
@@ -150,17 +150,16 @@ class Packing:
 
     def inputs(self, batch: Batch) -> Batch:
         """Returns what a forward pass reads of the batch, in packed rows."""
-        tokens = self.pack(batch.tokens)
-        routes = self.routes(batch)
-        kept = None if batch.kept is None else self.pack(batch.kept, fill=-1)
-        read = {
-            "tokens": tokens,
-            "segments": self.segments,
-            "routes": routes,
-            "kept": kept,
-            "tree": self.tree,
-        }
-        return Batch(mask=None, prompt=None, media=self.media(batch.media), **read)
+        return Batch(
+            tokens=self.pack(batch.tokens),
+            mask=None,
+            prompt=None,
+            segments=self.segments,
+            routes=self.routes(batch),
+            kept=None if batch.kept is None else self.pack(batch.kept, fill=-1),
+            media=self.media(batch.media),
+            tree=self.tree,
+        )
 
     def routes(self, batch: Batch) -> dict[str, np.ndarray] | None:
         """Packs the routes of the batch into [R, L, ...]. A shared token has the route that any
@@ -182,8 +181,11 @@ class Packing:
         as they are."""
         if media is None:
             return None
-        turns, until = (None if a is None else self.pack(a) for a in (media.turns, media.until))
-        return Media(index=self.pack(media.index, fill=-1), turns=turns, until=until)
+        return Media(
+            index=self.pack(media.index, fill=-1),
+            turns=None if media.turns is None else self.pack(media.turns),
+            until=None if media.until is None else self.pack(media.until),
+        )
 
 
 class Places(NamedTuple):
@@ -222,33 +224,30 @@ def best_fit(lengths_N: np.ndarray, sequences_N: np.ndarray, length: int) -> Pla
     return Places(row, start, before, len(packed_sequences))
 
 
-def plan_packing(
-    segments_NT: np.ndarray, rows: int, length: int | None = None, multiple: int = 1
-) -> Packing:
+def plan_packing(segments_NT: np.ndarray, rows: int, length: int | None = None) -> Packing:
     """Packs the rows of a batch by `best_fit` into `rows` packed rows, of which the last may stay
     empty.
 
     The sequences of a row (segments 1, 2, ...) stay together and in order: their numbers in the
     packed row follow each other. length: tokens of a packed row, by default those of a row of the
-    batch. Packed rows end in padding up to a multiple of `multiple` tokens.
+    batch.
     """
     segments = np.asarray(segments_NT)
     N, T = segments.shape
-    room = length or T
+    L = length or T
     lengths = np.count_nonzero(segments, axis=1)
-    places = best_fit(lengths, segments.max(axis=1, initial=0), room)
+    places = best_fit(lengths, segments.max(axis=1, initial=0), L)
     assert places.rows <= rows, "the packed rows have room for every batch"
     row, column = np.nonzero(segments)
     tokens_before = np.cumsum(segments != 0, axis=1)[row, column] - 1
-    padded = -(-room // multiple) * multiple
     source = row * T + column
-    target = places.row[row].astype(np.int64) * padded + places.start[row] + tokens_before
-    packed_segments = np.zeros((rows, padded), np.int32)
+    target = places.row[row].astype(np.int64) * L + places.start[row] + tokens_before
+    packed_segments = np.zeros((rows, L), np.int32)
     packed_segments.reshape(-1)[target] = places.before[row] + segments[row, column]
     ends = flops.lengths(segments)
     return Packing(
         (N, T),
-        (rows, padded),
+        (rows, L),
         source,
         target,
         packed_segments,

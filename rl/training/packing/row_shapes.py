@@ -18,24 +18,27 @@ from typing import Any, NamedTuple
 MAX_LENGTHS = 8
 """The most lengths that are tried for a batch."""
 MICRO_DIVISORS = (1, 2, 4, 8)
-"""A micro-batch has the most rows that it may have, divided by one of these."""
+"""The rows of one of several micro-batches are the most that it may have, divided by one of
+these."""
 DIVISORS = (1, 2, 3, 4, 6, 8, 12, 16)
-"""The same, where one micro-batch has all packed rows."""
+"""The same of a micro-batch that has all packed rows."""
 STEPS = (4, 8, 16)
-"""The numbers of lengths from a power of two to the next. Lengths of the first are tried first."""
+"""How many lengths there are from a power of two to the next: the few lengths of the first number
+are tried first, then the finer ones."""
 LEAST_STEP = 8
 """Lengths are multiples of it, or the limit, so that short rows have few lengths too."""
 EVEN_PASSES = 4
-"""Besides the fewest micro-batches, so many larger numbers of them are tried."""
+"""How many larger numbers of micro-batches are tried besides the fewest."""
 SLACKS = (1.0, 1.04)
 """Rows are tried that are exactly full, and those that have 4% of room."""
 FULL_ENOUGH = ((32, 0.95), (0, 0.90))
 """(sequences, the share of real tokens that ends the search from so many sequences on)."""
 OVERHEAD = 12
-"""What a micro-batch costs besides its tokens, in tokens: it adds a gradient to the sum of the
-others, which moves 12 bytes for each weight, where a token makes 6 operations with it."""
+"""What each micro-batch costs besides its tokens, counted in tokens. It adds its gradient to a sum,
+which moves 12 bytes for each weight; a token makes 6 operations with each weight."""
 MOST_OVERHEAD = 0.1
-"""The share of overhead that ends the search."""
+"""By how much the real tokens, divided by the cost with OVERHEAD, may lie below FULL_ENOUGH in a
+shape that ends the search."""
 LEAST_SAVED = 0.02
 """A new shape that saves a smaller share of the cost is not worth a program."""
 MARGIN = 0.01
@@ -69,8 +72,9 @@ class Sizes(NamedTuple):
 class RowHistory:
     """The packed rows of the updates of a stage so far.
 
-    shapes: in the order of the first updates that had them. share: the mean share of real tokens of
-    about the last RECENT updates. updates: those that the mean counts, at most RECENT.
+    shapes: each once, in the order in which updates first had them. share: the mean share of real
+    tokens; after RECENT updates each new one counts 1/RECENT. updates: their number, at most
+    RECENT.
     """
 
     shapes: list[RowShape] = field(default_factory=list)
@@ -122,15 +126,18 @@ def _multiple(tokens: int, of: int) -> int:
 class RowBounds:
     """What bounds the packed rows of a batch.
 
-    sequences: rows of the batch, before they are packed. sequence: most tokens of such a row.
-    limit: most tokens of what stays in one packed row, a sequence or a tree. most_rows: most packed
-    rows of one of several micro-batches. micro_tokens: most tokens of a micro-batch, unless one
-    packed row for each device has more; None: one micro-batch has all packed rows. stretched: a
-    micro-batch may have two of the longest sequence for each device, up to so many tokens, since
-    long rows that only one sequence fits into stay half empty. longest: most tokens of a packed
-    row, unless a sequence has more. row_multiple, length_multiple: the numbers of rows and their
-    lengths are multiples of these. few_rows_first: whether few long rows are preferred to
-    many short ones; they meet fewer programs.
+    sequences: the number of rows of the batch before they are packed. sequence: most tokens of such
+    a row. limit: most tokens of what stays in one packed row, a sequence or a tree.
+
+    micro_tokens: most tokens of a micro-batch, unless one packed row for each device has more;
+    None: one micro-batch has all packed rows. most_rows: most packed rows of one of several
+    micro-batches. stretched: up to so many tokens for each device, a micro-batch may have twice
+    those of the longest sequence, since long rows that only one sequence fits into stay half empty.
+
+    longest: most tokens of a packed row, unless a sequence has more. row_multiple: the packed rows
+    of a micro-batch are a multiple of it; length_multiple: so are the tokens of a row.
+    few_rows_first: whether few long rows are preferred to many short ones; they meet fewer
+    programs.
     """
 
     sequences: int
