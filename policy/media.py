@@ -98,7 +98,7 @@ class GridTower(Tower):
 
     @property
     def row_side(self) -> int:
-        """Returns the patches of a side of such a square."""
+        """Returns the patches of a side of a square that becomes a row."""
         raise NotImplementedError
 
     def rows_of(self, shape: tuple[int, int]) -> int:
@@ -114,7 +114,7 @@ class GridTower(Tower):
 
 
 class SquareTower(Tower):
-    """A tower of squares of `side` x `side` patches, which joins smaller squares to rows. An input
+    """A tower of items of `side` x `side` patches, which joins smaller squares to rows. An input
     is a patch of `patch` x `patch` pixels."""
 
     encoder: Encoder
@@ -132,14 +132,14 @@ class SquareTower(Tower):
 
     @property
     def row_side(self) -> int:
-        """Returns the patches of a side of a smaller square."""
+        """Returns the patches of a side of a square that becomes a row."""
         raise NotImplementedError
 
     def rows_of(self, shape: tuple[int, int]) -> int:
         return (self.side // self.row_side) ** 2
 
     def padded_inputs(self, inputs: int) -> int:
-        """Returns the patches of the square."""
+        """Returns the patches of an item."""
         return self.side**2
 
     def largest_inputs(self, rows: int) -> int:

@@ -297,8 +297,9 @@ class Generator:
             jax.block_until_ready(self._params)
 
     def release(self) -> None:
-        """Gives up the copy of `reshard_for_rollout` and, on CPU, that of decodes; they are made
-        again when they are needed. What else sampling freed goes back to the operating system."""
+        """Gives up the copy of the weights of `reshard_for_rollout` and, on CPU, the copy that
+        decodes read; they are made again when they are needed. All that sampling freed goes back to
+        the operating system."""
         if self.weights and self.weights.reshards:
             self.weights.release()
         if copies := self.engine.runner.decoding_weights:

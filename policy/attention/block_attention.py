@@ -42,8 +42,8 @@ from policy.mesh.explicit import over_devices
 SIZES = {"cpu": 48}
 OTHERWISE = 256
 # Places of a block on a CPU in rows of at least LONG_ROW tokens, or for heads of more than
-# WIDE_HEAD numbers, where loops of 48 are slower.
-CPU_SIZE = 64
+# WIDE_HEAD numbers: there blocks of 48 are slower.
+LARGER_ON_CPU = 64
 LONG_ROW = 1024
 WIDE_HEAD = 64
 # Shorter rows of segments are computed by the dense form on a CPU.
@@ -96,8 +96,9 @@ def _least_size(runtime: Runtime) -> int:
 
 def _size(runtime: Runtime, T: int, D: int) -> int:
     """Returns the places of a block in rows of T tokens, for heads of D numbers."""
+    least = _least_size(runtime)
     larger = _platform(runtime) == "cpu" and (T >= LONG_ROW or D > WIDE_HEAD)
-    return max(_least_size(runtime), CPU_SIZE) if larger else _least_size(runtime)
+    return max(least, LARGER_ON_CPU) if larger else least
 
 
 def attend(
@@ -178,11 +179,10 @@ def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> BlockPairs:
     - by the smallest and largest positions of both, a key may be no later than a query, and inside
       of its window and chunk.
     """
-    positions, nodes, last = (
-        *queries,
-        *(keys[2:] or keys[1:]),
-    )  # in rows of segments each is its own last
-    (B, T), bounds = nodes.shape, spec.bounds
+    positions, nodes = queries
+    last = keys[-1]  # without trees the segments: each is its own last node
+    B, T = nodes.shape
+    bounds = spec.bounds
     n = T // spec.size
 
     def extremes(a: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -199,11 +199,9 @@ def pairs(spec: BlockSpec, queries: tuple, keys: tuple) -> BlockPairs:
     def at_least(of_keys: jax.Array, of_queries: jax.Array) -> jax.Array:
         return of_keys[:, None, :] >= of_queries[:, :, None]
 
-    (first_node, last_node), (low, high), end = (
-        extremes(nodes),
-        extremes(positions),
-        extremes(last)[1],
-    )
+    first_node, last_node = extremes(nodes)
+    low, high = extremes(positions)
+    _, end = extremes(last)
     meet = jnp.tril(jnp.ones((n, n), bool)) & at_most(low, high)
     meet &= at_most(first_node, last_node) & at_least(end, first_node)
     if bounds.window:
@@ -281,10 +279,8 @@ def _attend_pairs(spec: BlockSpec, q, k, v, queries: tuple, keys: tuple):
             tuple(_take(a, row, at, spec.size, 1) for a in tokens)
             for tokens, at in ((queries, i), (keys, j))
         )
-        q_block, (k_block, v_block) = (
-            _take(q, row, i, spec.size, 3),
-            (_take(a, row, j, spec.size, 2) for a in (k, v)),
-        )
+        q_block = _take(q, row, i, spec.size, 3)
+        k_block, v_block = (_take(a, row, j, spec.size, 2) for a in (k, v))
         top, total, out = (_take(a, row, i, spec.size, 3) for a in state)
         scores, _ = _scores(spec, q_block, k_block, own, seen)
         new = jnp.maximum(top, scores.max(axis=-1))
@@ -301,7 +297,7 @@ def _attend_pairs(spec: BlockSpec, q, k, v, queries: tuple, keys: tuple):
     top, total, out = jax.lax.fori_loop(0, listed.number, add, start)
     # Padding has no keys.
     some = total > 0
-    safe = jnp.where(total > 0, total, 1.0)
+    safe = jnp.where(some, total, 1.0)
     out = checkpoint_name((out / safe[..., None]).astype(v.dtype), "context")
     lse = checkpoint_name(jnp.where(some, top + jnp.log(safe), 0.0), "context")
     return out, (q, k, v, queries, keys, listed, out, lse)

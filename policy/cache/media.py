@@ -104,20 +104,18 @@ class Media:
     def longest_block(self) -> int:
         """Returns the number of tokens of the longest block of a prompt; 1 where the decoder is
         causal."""
-        return (
-            1
-            if self.until is None
-            else int(np.max(np.unique(self.until, return_counts=True)[1], initial=1))
-        )
+        if self.until is None:
+            return 1
+        _, lengths = np.unique(self.until, return_counts=True)
+        return int(np.max(lengths, initial=1))
 
     def call_end(self, end: int) -> int:
         """Returns the last place of a prompt, `end` or earlier, where a call may end: a block is
         computed in one call."""
         if self.until is None or end >= len(self.until):
             return end
-        return int(
-            np.searchsorted(self.until[:end], end)
-        )  # the first token whose block reaches past `end`
+        # The first token whose block reaches past `end`.
+        return int(np.searchsorted(self.until[:end], end))
 
     def put(self, part: Media, row: int, columns: slice) -> None:
         """Writes the arrays of a part of a prompt, as many as `columns`, into a row of these

@@ -19,14 +19,11 @@ from jax.typing import ArrayLike
 from policy.config import LogitScaling
 from policy.heads import divergence_tiles, head
 from policy.heads.divergence_kinds import Divergence, DivergenceOutputs
-from policy.heads.divergence_tiles import JointTiles
+from policy.heads.divergence_tiles import JointTiles, Scalings
 from policy.heads.head import Tiling
 from policy.mesh.explicit import in_explicit_mode, with_explicit_axes
 
 __all__ = ["Divergence", "DivergenceOutputs", "Scalings", "divergence", "top_divergence"]
-
-# How the logits of student and teacher are scaled.
-Scalings = tuple[LogitScaling, LogitScaling]
 
 # Least probability of all tokens outside of the k likeliest: 1 minus a sum of float32 probabilities
 # is no more exact.
@@ -122,9 +119,9 @@ def top_divergence(
     log-probabilities.
 
     student_MK, teacher_MK: log-probabilities of the same K tokens, normalised over the vocabulary.
-    With `renormalise` they may be off by a constant per token: the teacher at temperature t is its
-    stored ones divided by t. rest_M: logarithm of the teacher's probability of all other tokens;
-    None: 1 minus the sum of the K.
+    With `renormalise` those of a token may be off by a constant, so the stored log-probabilities of
+    a teacher divided by t are those at temperature t. rest_M: logarithm of the teacher's
+    probability of all other tokens; None: that of 1 minus the sum of the K.
     """
     student = student_MK.astype(jnp.float32)
     teacher = jax.lax.stop_gradient(teacher_MK.astype(jnp.float32))

@@ -27,6 +27,9 @@ from policy.heads.head import Tiling, in_chunks
 from policy.heads.tiled import LocalTiles
 from policy.heads.vocab_tiles import Tile, Tiles, add_exp, products
 
+# How the logits of student and teacher are scaled.
+Scalings = tuple[LogitScaling, LogitScaling]
+
 _LOWEST = jnp.finfo(jnp.float32).min  # not -inf: the first tiles may have no token of a sum
 
 
@@ -57,7 +60,7 @@ class JointTiles:
         tiling: Tiling,
         M: int,
         vocabularies: tuple[int, int],
-        scalings: tuple[LogitScaling, LogitScaling],
+        scalings: Scalings,
     ) -> JointTiles:
         """Makes tiles of heads that each device has in full, for the rows of a device."""
         V = vocabularies[0]
@@ -75,7 +78,7 @@ class JointTiles:
         tiling: Tiling,
         M: int,
         heads: tuple[jax.Array, jax.Array],
-        scalings: tuple[LogitScaling, LogitScaling],
+        scalings: Scalings,
     ) -> JointTiles | None:
         """Makes tiles where devices share either head; None: they do not. The side that the mesh
         cuts into more parts keeps its tiles, unless the other vocabulary is longer."""

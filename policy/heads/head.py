@@ -66,11 +66,12 @@ def logits(
 class Tiling:
     """The parts in which logits are computed.
 
-    tiles: number of parts, for log-probabilities tiles of the vocabulary, else chunks of rows, of
-    which the last is padded if they do not divide; None: chosen by size. layout: the devices that
-    share the rows. Each computes its own rows with the full weight, or with its part of the
-    vocabulary. kept_mib: the logits of a device are kept for the backward pass where they take at
-    most so many MiB; None: 0 if `tiles` is set, else KEPT_SHARE of the memory of a device.
+    tiles: number of parts; None: chosen by size. Parts are tiles of the vocabulary for
+    log-probabilities and divergences, and chunks of rows elsewhere, of which the last is padded if
+    they do not divide. layout: the devices that share the rows. Each computes its own rows with the
+    full weight, or with its part of the vocabulary. kept_mib: the logits of a device are kept for
+    the backward pass where they take at most so many MiB; None: 0 if `tiles` is set, else
+    KEPT_SHARE of the memory of a device.
     """
 
     tiles: int | None = None
@@ -206,8 +207,8 @@ def top_logprobs(
     """Returns (logp float32[M, k], ids int32[M, k]) of the k likeliest tokens, likeliest first,
     lowest id first among equals.
 
-    The tokens are computed in the chunks of `logprobs`. The result is not differentiable: for
-    gradients pass `ids` to `logprobs`.
+    They are computed in chunks of rows, or in tiles of the vocabulary where devices share the
+    weight. The result is not differentiable: for gradients pass `ids` to `logprobs`.
     """
     top = top_and_rest(hidden_ME, weight_VE, k, temperature, scaling, tiling)
     return top.logp, top.ids
@@ -262,7 +263,7 @@ def likeliest(
     scaling: LogitScaling = LogitScaling(),
     tiling: Tiling = Tiling(),
 ) -> jax.Array:
-    """Returns the token of the largest logit, int32[M], computed in the same chunks. It has no
+    """Returns the token of the largest logit, int32[M], computed in chunks of rows. It has no
     gradient."""
 
     def local(hidden, weight):

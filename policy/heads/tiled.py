@@ -7,7 +7,7 @@ is summed over the tiles. Chunks of rows would read the projection, and read and
 once for each chunk.
 
 M tokens (rows and positions flattened), E hidden, V vocabulary, K targets per token, I ids that a
-filter names per token; N tokens of a tile, W of the part of it that a device has, X any size.
+filter names per token; N tokens of a tile, X any size.
 """
 
 from __future__ import annotations
@@ -87,44 +87,45 @@ class LocalTiles:
 
     def scaled(
         self,
-        z_MW: jax.Array,
-        ids_W: jax.Array,
+        z_MN: jax.Array,
+        ids_N: jax.Array,
         temperature: jax.Array,
         left_out_MI: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
-        z = scaled(z_MW, self.scaling)
-        slope_MW = slope(z, self.scaling) / temperature
+        z = scaled(z_MN, self.scaling)
+        slope_MN = slope(z, self.scaling) / temperature
         z = z / temperature
         if left_out_MI is not None:
-            z = z.at[_places(left_out_MI, ids_W)].set(-jnp.inf, mode="drop")
-        return z, slope_MW
+            z = z.at[_places(left_out_MI, ids_N)].set(-jnp.inf, mode="drop")
+        return z, slope_MN
 
-    def at(self, z_MW: jax.Array, targets_MK: jax.Array, tile: Tile) -> jax.Array:
-        return z_MW.at[_places(targets_MK, tile.ids)].get(mode="fill", fill_value=0.0)
+    def at(self, z_MN: jax.Array, targets_MK: jax.Array, tile: Tile) -> jax.Array:
+        return z_MN.at[_places(targets_MK, tile.ids)].get(mode="fill", fill_value=0.0)
 
     def add_at(
-        self, z_MW: jax.Array, targets_MK: jax.Array, values_MK: jax.Array, tile: Tile
+        self, z_MN: jax.Array, targets_MK: jax.Array, values_MK: jax.Array, tile: Tile
     ) -> jax.Array:
         if targets_MK.shape[1] == 1:  # a comparison is a part of the pass that makes z
-            return z_MW + jnp.where(targets_MK == tile.ids, values_MK, 0.0)
-        return z_MW.at[_places(targets_MK, tile.ids)].add(values_MK, mode="drop")
+            return z_MN + jnp.where(targets_MK == tile.ids, values_MK, 0.0)
+        return z_MN.at[_places(targets_MK, tile.ids)].add(values_MK, mode="drop")
 
     def no_gradient(self, cut_VE: jax.Array, dtype: DTypeLike) -> jax.Array:
         return jnp.zeros(cut_VE.shape, dtype)
 
     def with_gradient(
-        self, g_cut: jax.Array, g_MW: jax.Array, hidden_ME: jax.Array, tile: Tile
+        self, g_cut: jax.Array, g_MN: jax.Array, hidden_ME: jax.Array, tile: Tile
     ) -> jax.Array:
-        g_tile = self.summed("mn,me->ne", g_MW, hidden_ME, ()).astype(g_cut.dtype)
+        g_tile = self.summed("mn,me->ne", g_MN, hidden_ME, ()).astype(g_cut.dtype)
         start = self.first + tile.number * self.width
         return jax.lax.dynamic_update_slice_in_dim(g_cut, g_tile, start, axis=0)
 
 
-def _places(tokens_MK: jax.Array, ids_W: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _places(tokens_MK: jax.Array, ids_N: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the index of tokens in the rows of a tile; of others it lies outside of the tile."""
-    M, W = tokens_MK.shape[0], ids_W.shape[0]
-    places = tokens_MK - ids_W[0]
-    return jnp.arange(M)[:, None], jnp.where((places >= 0) & (places < W), places, W)
+    M = tokens_MK.shape[0]
+    N = ids_N.shape[0]
+    places = tokens_MK - ids_N[0]
+    return jnp.arange(M)[:, None], jnp.where((places >= 0) & (places < N), places, N)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5,))

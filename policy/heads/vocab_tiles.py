@@ -27,7 +27,7 @@ from policy.heads.logit_scaling import scaled, slope
 from policy.mesh.explicit import in_explicit_mode
 from policy.mesh.sharding import Layout, annotate, constrain
 
-T = TypeVar("T")
+Carry = TypeVar("Carry")
 
 
 class Tile(NamedTuple):
@@ -133,13 +133,14 @@ class Tiles:
         """
         z = scaled(z_MN, self.scaling)
         slope_MN = slope(z, self.scaling) / temperature
-        is_left = ids_N < self.vocab
+        allowed = ids_N < self.vocab
         if left_out_MI is not None:
-            is_left = is_left & ~jnp.any(left_out_MI[:, :, None] == ids_N, axis=1)
-        return jnp.where(is_left, z / temperature, -jnp.inf), slope_MN
+            allowed = allowed & ~jnp.any(left_out_MI[:, :, None] == ids_N, axis=1)
+        return jnp.where(allowed, z / temperature, -jnp.inf), slope_MN
 
-    def scan(self, one: OneTile, carry: T, cut: Any, dtype: Any, kept: Any) -> tuple:
-        """Runs `one` over the tiles of `tile(cut, j, dtype)`. Returns (the last carry, what it returned besides, by tile).
+    def scan(self, one: OneTile, carry: Carry, cut: Any, dtype: Any, kept: Any) -> tuple:
+        """Runs `one` over the tiles of `tile(cut, j, dtype)`. Returns (the last carry, what `one`
+        returned to keep, by tile).
 
         kept: the second result of an earlier scan, from which every tile gets its part; None: none.
         """

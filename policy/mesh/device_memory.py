@@ -7,6 +7,7 @@ The control groups of this process are read here too, since they limit the memor
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ GIB = 2**30
 MIB = 2**20
 
 # GiB of a device, by a part of jax's name of its kind; the first match counts. TPUs: what a program
-# may use, the limits of libtpu 0.0.52 (for v4, per chip, from its error messages). GPUs: all memory,
+# may use, the limits of libtpu 0.0.52 (of v4, per chip, from its error messages). GPUs: all memory,
 # of which jax reserves three quarters.
 KIND_GIB = {
     "TPU7x": 94.74,
@@ -41,8 +42,14 @@ _STEP = 256 * MIB
 
 
 def known_kind(device_kind: str) -> str | None:
-    """Returns the key of KIND_GIB for jax's name of a device; None if it is not listed."""
-    return next((kind for kind in KIND_GIB if kind.lower() in device_kind.lower()), None)
+    """Returns the key of KIND_GIB for jax's name of a device; None if it is not listed. A GH200 is
+    no H200, an L40 no L4."""
+    return next((kind for kind in KIND_GIB if _names(device_kind, kind)), None)
+
+
+def _names(device_kind: str, kind: str) -> bool:
+    pattern = rf"(?<![a-z0-9]){re.escape(kind)}(?![0-9])"
+    return re.search(pattern, device_kind, re.IGNORECASE) is not None
 
 
 def total_memory(devices: Iterable[Any]) -> int | None:

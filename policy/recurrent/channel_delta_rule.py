@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from policy.cache.paths import Tree
-from policy.recurrent.delta_rule import Paths, in_chunks, unit_lower_inverse
+from policy.recurrent.delta_rule import Paths, in_chunks, joined, token_by_token, unit_lower_inverse
 
 CHUNK = 64
 BLOCK = 16
@@ -42,16 +42,7 @@ def stepwise(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the recurrence token by token: (out [B, K, 1, T, V], states after each token [B, T,
     K, 1, D, V])."""
-    axes = (2, 2, 3, 3, 2)
-
-    def one(state, xs):
-        q, k, v, beta, g = (jnp.expand_dims(x, axis) for x, axis in zip(xs, axes, strict=True))
-        out, state = single(q, k, v, beta, g, state)
-        return state, (out[:, :, :, 0], state)
-
-    xs = tuple(jnp.moveaxis(x, axis, 0) for x, axis in zip((q, k, v, beta, g), axes, strict=True))
-    _, (out, states) = jax.lax.scan(one, state_BKGDV, xs)
-    return jnp.moveaxis(out, 0, 3), jnp.moveaxis(states, 0, 1)
+    return token_by_token(single, (q, k, v, beta, g), (2, 2, 3, 3, 2), state_BKGDV)
 
 
 def chunked(
@@ -96,7 +87,7 @@ def chunked(
     state, out = jax.lax.scan(
         jax.checkpoint(chunk), state_BKGDV[:, :, 0], (*chunks, documents_NBC, carried)
     )
-    return _tokens(out, T), state[:, :, None]
+    return joined(out[:, :, :, None], T), state[:, :, None]
 
 
 def chunked_trees(
@@ -143,7 +134,7 @@ def chunked_trees(
     B, K, _, D = q.shape
     empty = jnp.zeros((B, K, D, v.shape[-1]), jnp.float32)
     _, out = jax.lax.scan(jax.checkpoint(block), (empty, empty), (*chunks, Paths.of(tree, I)))
-    return _tokens(out, T)
+    return joined(out[:, :, :, None], T)
 
 
 def _pairs(x_XBKCD: jax.Array, k_BKCD: jax.Array, g_BKCD: jax.Array) -> jax.Array:
@@ -179,9 +170,3 @@ def _sum_after(g_BKTD: jax.Array) -> jax.Array:
     return jnp.concatenate([after, jnp.zeros_like(g_BKTD[:, :, :1])], axis=2)[
         :, :, : g_BKTD.shape[2]
     ]
-
-
-def _tokens(out_NBKCV: jax.Array, T: int) -> jax.Array:
-    """Puts the chunks together: [B, K, 1, T, V]."""
-    out = jnp.moveaxis(out_NBKCV, 0, 2)
-    return out.reshape(*out.shape[:2], 1, -1, out.shape[-1])[:, :, :, :T]

@@ -1,5 +1,5 @@
-"""Causal depthwise convolutions over the tokens of each sequence, with a kernel of W taps,
-`dilation` tokens apart, and the inputs that a cache keeps of them.
+"""Causal depthwise convolutions over the tokens of each sequence, with taps `dilation` tokens
+apart, and the inputs that a cache keeps of them.
 
 B rows, K key heads of J channels, T tokens, W taps.
 """
@@ -40,10 +40,8 @@ def convolve_paths(
 ) -> jax.Array:
     """Computes `convolve` along the paths of trees, from the inputs of the T tokens: a tap before
     the path counts as 0."""
-    inputs, W = (
-        inputs_BKTJ.astype(jnp.float32),
-        kernel_KJW.shape[-1],
-    )  # gradients of all paths add up in float32
+    inputs = inputs_BKTJ.astype(jnp.float32)  # gradients of all paths add up in float32
+    W = kernel_KJW.shape[-1]
     out = inputs * kernel_KJW[:, None, :, W - 1]
     for back in range(1, W):
         tap = jax.vmap(partial(entries_before, tree=tree, times=back * dilation), 1, 1)(inputs)

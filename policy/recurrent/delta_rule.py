@@ -10,6 +10,7 @@ chunks of C tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -41,15 +42,24 @@ def stepwise(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the recurrence token by token: (out [B, K, G, T, V], states after each token [B, T,
     K, G, D, V])."""
+    return token_by_token(single, (q, k, v, beta, g), (2, 2, 3, 3, 3), state_BKGDV)
+
+
+def token_by_token(
+    single: Callable[..., tuple[jax.Array, jax.Array]],
+    inputs: tuple[jax.Array, ...],
+    axes: tuple[int, ...],
+    state_BKGDV: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Runs `single`, the recurrence of one token, over all tokens. axes: of the tokens in each of
+    the inputs. Returns what `stepwise` returns."""
 
     def one(state, xs):
-        q, k, v, beta, g = (
-            jnp.expand_dims(x, axis) for x, axis in zip(xs, (2, 2, 3, 3, 3), strict=True)
-        )
-        out, state = single(q, k, v, beta, g, state)
+        token = (jnp.expand_dims(x, axis) for x, axis in zip(xs, axes, strict=True))
+        out, state = single(*token, state)
         return state, (out[:, :, :, 0], state)
 
-    xs = tuple(jnp.moveaxis(x, axis, 0) for x, axis in ((q, 2), (k, 2), (v, 3), (beta, 3), (g, 3)))
+    xs = tuple(jnp.moveaxis(x, axis, 0) for x, axis in zip(inputs, axes, strict=True))
     _, (out, states) = jax.lax.scan(one, state_BKGDV, xs)
     return jnp.moveaxis(out, 0, 3), jnp.moveaxis(states, 0, 1)
 
@@ -96,8 +106,7 @@ def chunked(
         entering[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, states)
         + (decay * products(q, k)) @ u
     )
-    out = jnp.moveaxis(out, 0, 3)
-    return out.reshape(*out.shape[:3], -1, out.shape[-1])[:, :, :, :T], state
+    return joined(out, T), state
 
 
 def chunked_trees(
@@ -151,8 +160,7 @@ def chunked_trees(
     out = (decay * products(q, k)) @ u
     for a, state in zip(entering, states, strict=True):
         out = out + a[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, state)
-    out = jnp.moveaxis(out, 0, 3)
-    return out.reshape(B, K, G, -1, V)[:, :, :, :T]
+    return joined(out, T)
 
 
 @jax.custom_vjp
@@ -190,6 +198,12 @@ def _inverse_backward(inverse, cotangent):
 
 
 unit_lower_inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+def joined(out_NBKGCV: jax.Array, T: int) -> jax.Array:
+    """Joins the chunks of T tokens: [B, K, G, T, V]."""
+    out = jnp.moveaxis(out_NBKGCV, 0, 3)
+    return out.reshape(*out.shape[:3], -1, out.shape[-1])[:, :, :, :T]
 
 
 def in_chunks(a: jax.Array, axis: int, C: int, mode: str = "constant") -> jax.Array:

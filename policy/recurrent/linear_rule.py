@@ -15,7 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from policy.cache.paths import Tree
-from policy.recurrent.delta_rule import CHUNK, Paths, decays, decays_along, in_chunks, products
+from policy.recurrent.delta_rule import (
+    CHUNK,
+    Paths,
+    decays,
+    decays_along,
+    in_chunks,
+    joined,
+    products,
+    token_by_token,
+)
 
 
 def single(
@@ -32,16 +41,7 @@ def stepwise(
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the recurrence token by token: (out [B, K, G, T, V], states after each token [B, T,
     K, G, D, V])."""
-    axes = (2, 2, 3, 3, 3)
-
-    def one(state, xs):
-        q, k, v, beta, g = (jnp.expand_dims(x, axis) for x, axis in zip(xs, axes, strict=True))
-        out, state = single(q, k, v, beta, g, state)
-        return state, (out[:, :, :, 0], state)
-
-    xs = tuple(jnp.moveaxis(x, axis, 0) for x, axis in zip((q, k, v, beta, g), axes, strict=True))
-    _, (out, states) = jax.lax.scan(one, state_BKGDV, xs)
-    return jnp.moveaxis(out, 0, 3), jnp.moveaxis(states, 0, 1)
+    return token_by_token(single, (q, k, v, beta, g), (2, 2, 3, 3, 3), state_BKGDV)
 
 
 def chunked(
@@ -72,7 +72,7 @@ def chunked(
         entering[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, states)
         + (decay * products(q, k)) @ u
     )
-    return _tokens(out, T), state
+    return joined(out, T), state
 
 
 def chunked_trees(
@@ -112,10 +112,4 @@ def chunked_trees(
     out = (decay * products(q, k)) @ u
     for a, state in zip(entering, states, strict=True):
         out = out + a[..., None] * jnp.einsum("nbkcd,nbkgdv->nbkgcv", q, state)
-    return _tokens(out, T)
-
-
-def _tokens(out_NBKGCV: jax.Array, T: int) -> jax.Array:
-    """Puts the chunks together: [B, K, G, T, V]."""
-    out = jnp.moveaxis(out_NBKGCV, 0, 3)
-    return out.reshape(*out.shape[:3], -1, out.shape[-1])[:, :, :, :T]
+    return joined(out, T)

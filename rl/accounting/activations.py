@@ -3,7 +3,8 @@ weights. Nothing is traced or compiled.
 
 A token of a layer has an input, the outputs of products with weights, the output of attention and,
 in short rows, the scores of attention. Rows of experts are counted without the padding of their
-blocks, and recurrent mixers by their products alone: `_FURTHER` stands for the rest.
+blocks, and recurrent mixers by their products alone: factors (`_KeptOverCounted`) stand for the
+rest.
 tests/unit/test_activations.py compares the sums with the values that jax keeps.
 """
 
@@ -11,13 +12,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from policy import remat
 from policy.attention.block_attention import SHORTEST_FLAT
 from policy.config import Attention, CompressedAttention, DecoderConfig, LatentAttention, LayerSpec
-from policy.heads.head import Tiling
+from policy.heads.head import CHUNK_LOGITS, Tiling
 from policy.media import is_tower
 from policy.mesh.sharding import axes_of
 from policy.model import Graph
@@ -39,11 +41,18 @@ _PRODUCTS = {
     "down_proj": ("mlpwo",),
 }
 _DERIVED = ("mla_q", "mla_kv")  # norms of other products: `none` computes them again
-_LOGITS = 2**24
-# Kept numbers over counted ones: of `none` and of other policies, for decoders whose layers have
-# attention and dense feed-forwards only, and for others.
-_DENSE = {True: 1.1, False: 1.1}
-_FURTHER = {True: 2.75, False: 1.5}
+
+
+class _KeptOverCounted(NamedTuple):
+    """Kept numbers over counted ones, under the policy `none` and under others."""
+
+    none: float
+    others: float
+
+
+# Decoders whose layers have attention and dense feed-forwards only, and others.
+_DENSE = _KeptOverCounted(none=1.1, others=1.1)
+_FURTHER = _KeptOverCounted(none=2.75, others=1.5)
 
 
 class Activations:
@@ -125,10 +134,10 @@ class Activations:
         `length` tokens. `tensors`: of the policy "custom"."""
         if policy == "none":
             numbers = sum(n for name, n in self._numbers.items() if name not in _DERIVED)
-            return self._more[True] * (self._bytes * numbers + 4.0 * self.scores(length))
+            return self._more.none * (self._bytes * numbers + 4.0 * self.scores(length))
         saved = remat.saved(policy, tensors)
         names = {*saved.device} | ({"decoder_layer_input"} - {*saved.host})
-        return self._more[False] * self._bytes * sum(self._numbers[name] for name in sorted(names))
+        return self._more.others * self._bytes * sum(self._numbers[name] for name in sorted(names))
 
     def working(self, length: int) -> float:
         """Returns the bytes per token of what the backward pass of one repeat of a stack computes:
@@ -138,9 +147,9 @@ class Activations:
 
     def head(self, tokens: float) -> float:
         """Returns the bytes of a tile of logits and of its gradient, for so many tokens of a
-        device."""
+        device. The tile is the largest; on a CPU tiles are smaller."""
         vocabulary = self.graph.config.vocab_size / self.graph.layout.mesh.shape["tensor"]
-        return 8.0 * min(_LOGITS, tokens * vocabulary)
+        return 8.0 * min(CHUNK_LOGITS, tokens * vocabulary)
 
     @property
     def _bytes(self) -> int:

@@ -34,12 +34,8 @@ TOKEN = np.dtype(
         # The difference of sampler/logp_diff_mean, under the same weights; NaN where no such
         # number was computed.
         (LOGP_DIFF, "<f2"),
-        (
-            "entropy",
-            "<f2",
-            # of the distribution at the token under the weights of the update; NaN without an
-            # update
-        ),
+        # of the distribution at the token under the weights of the update; NaN without an update
+        ("entropy", "<f2"),
         ("advantage", "<f2"),  # NaN in an evaluation
         ("flags", "u1"),
         # 0: before the first turn of a segment; k: from the first token of the k-th turn of the

@@ -1,6 +1,7 @@
 """Sampling of the next token.
 
-S slots, V vocabulary, I ids of a token that are recorded, where filters leave that many.
+S slots, V vocabulary, N blocks of L tokens of it, I ids of a token that are recorded, where filters
+leave that many.
 """
 
 from __future__ import annotations
@@ -113,24 +114,24 @@ def draw_by_weight(
 
 
 def _draw_in_blocks(weights_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
-    """Computes `draw_by_weight` in N blocks of B tokens."""
+    """Computes `draw_by_weight` block by block."""
     S, V = weights_SV.shape
-    B = DRAW_BLOCK
-    blocks_SNB = jnp.pad(weights_SV, ((0, 0), (0, -V % B))).reshape(S, -1, B)
-    sums_SN = jnp.sum(blocks_SNB, axis=-1)
+    L = DRAW_BLOCK
+    blocks_SNL = jnp.pad(weights_SV, ((0, 0), (0, -V % L))).reshape(S, -1, L)
+    sums_SN = jnp.sum(blocks_SNL, axis=-1)
     running_SN = jnp.cumsum(sums_SN, axis=-1)
     reached_SN = jnp.where(sums_SN > 0, running_SN, 0.0)
     goals_S1 = uniforms_S[:, None] * jnp.max(reached_SN, axis=-1, keepdims=True)
     block_S1 = jnp.argmax(reached_SN > goals_S1, axis=-1, keepdims=True).astype(jnp.int32)
     before_S1 = jnp.take_along_axis(running_SN, jnp.maximum(block_S1 - 1, 0), axis=-1)
     before_S1 = jnp.where(block_S1 > 0, before_S1, 0.0)
-    block_SB = jnp.take_along_axis(blocks_SNB, block_S1[:, :, None], axis=1)[:, 0]
-    has_weight = block_SB > 0
-    places = jnp.arange(B, dtype=jnp.int32)
+    block_SL = jnp.take_along_axis(blocks_SNL, block_S1[:, :, None], axis=1)[:, 0]
+    has_weight = block_SL > 0
+    places = jnp.arange(L, dtype=jnp.int32)
     # The sum inside the block may round to less than the sum of the block: then the last token.
     last_S1 = jnp.max(jnp.where(has_weight, places, 0), axis=-1, keepdims=True)
-    passes = has_weight & (before_S1 + jnp.cumsum(block_SB, axis=-1) > goals_S1)
-    return block_S1[:, 0] * B + jnp.min(jnp.where(passes, places, last_S1), axis=-1)
+    passes = has_weight & (before_S1 + jnp.cumsum(block_SL, axis=-1) > goals_S1)
+    return block_S1[:, 0] * L + jnp.min(jnp.where(passes, places, last_S1), axis=-1)
 
 
 class Drawn(NamedTuple):
@@ -231,9 +232,9 @@ def choose(
 
     layout: of the program's devices. On TPU arrays [S, V] are kept with V in the lanes: a step has
     few rows. processed_SV: the logits to draw from, after the logits processors
-    (rollout/logits_processors.py), -inf for tokens that may not be drawn; None: `logits_SV`, of
-    which the log-probabilities before filters are in either case. A row whose tokens are all
-    forbidden is drawn from `logits_SV`, as if it had no processors.
+    (rollout/logits_processors.py), -inf for tokens that may not be drawn; None: `logits_SV`. The
+    log-probabilities before filters are those of `logits_SV` in either case. A row whose tokens are
+    all forbidden is drawn from `logits_SV`, as if it had no processors.
     max_kept: the most ids of a row that `Drawn.kept` holds; 0: no filters are recorded.
     """
     is_sampled = draws.temperature > 0
@@ -255,11 +256,9 @@ def choose(
 
     def recorded_with(drawn_S: jax.Array, filtered_SV: jax.Array):
         new = jnp.where(is_sampled, drawn_S, best)
-        return (
-            (new, _recorded(filtered_SV, new, draws, max_kept, forbids_S))
-            if max_kept
-            else (new, None)
-        )
+        if not max_kept:
+            return new, None
+        return new, _recorded(filtered_SV, new, draws, max_kept, forbids_S)
 
     def drawn():
         uniforms_S = uniforms(draws.seed, *draw_ids)

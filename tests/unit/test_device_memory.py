@@ -65,7 +65,9 @@ def test_memory_of_a_known_kind(kind, gib):
 def test_memory_of_other_devices(monkeypatch):
     """What jax reserves; on a CPU a share of the memory of the host, and of this process alone."""
     monkeypatch.setattr(device_memory, "host_memory", lambda: 2**33)
-    assert total_memory([device("new", "gpu", {"bytes_limit": 7})]) == 7
+    for kind in ("new", "NVIDIA GH200 480GB", "NVIDIA L40"):
+        assert total_memory([device(kind, "gpu", {"bytes_limit": 7})]) == 7
+        assert chips.of(kind) is None
     assert total_memory([device("new", "tpu")]) is None
     own, other = device("cpu", "cpu"), device("cpu", "cpu")
     other.process_index = 1

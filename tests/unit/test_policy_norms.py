@@ -11,12 +11,13 @@ from oracles import configuration
 
 from policy import families
 from policy.config import LayerNorm, Norm
-from policy.ops.norms import norm, stream_norm
+from policy.ops.norms import MeanNorm, norm, stream_norm
 
 
 def layer(reductions):
     with nnx.use_eager_sharding(False):
         made = norm(64, LayerNorm(eps=1e-5, reductions=reductions), nnx.Rngs(0))
+    assert isinstance(made, MeanNorm)
     rng = np.random.default_rng(1)
     made.weight[...], made.bias[...] = (
         jnp.asarray(rng.normal(1, 0.3, 64), jnp.float32) for _ in range(2)
@@ -53,7 +54,8 @@ def test_reductions_in_bfloat16_lose_what_those_in_float32_keep():
 def test_the_configuration_of_gpt3_says_how_its_norms_reduce():
     for value, expected in ((True, "float32"), (False, "activation"), (None, "float32")):
         keys = {} if value is None else {"reductions_in_fp32": value}
-        assert families.read(configuration("GPT2", **keys)).norm.reductions == expected
+        read = families.read(configuration("GPT2", **keys)).norm
+        assert isinstance(read, LayerNorm) and read.reductions == expected
 
 
 def slopes(function, x):
@@ -76,26 +78,34 @@ RMS = {
 }
 
 
+def streams(x, w):
+    return stream_norm(x, w, Norm(eps=1e-5))
+
+
+def module(kind):
+    """Returns a norm as a function of its input and its weight."""
+    config = LayerNorm(eps=1e-5) if kind == "layer norm" else Norm(eps=1e-5, scale=kind)
+    with nnx.use_eager_sharding(False):
+        graph, made = nnx.split(norm(16, config, nnx.Rngs(0)))
+    state: Any = made
+
+    def run(x, w):
+        weights = state if kind == "none" else {**state, "weight": state["weight"].replace(w)}
+        merged: Any = nnx.merge(graph, nnx.State(weights))
+        return merged(x)
+
+    return run
+
+
 @pytest.mark.parametrize("kind", RMS)
 def test_gradients_of_norms_are_those_of_float64(kind):
     """Also far from zero, and of a row of zeros."""
     rng = np.random.default_rng(2)
     x = rng.normal(1, 3, (2, 3, 16))
     x[0, 0] = 0
-    w, given = rng.normal(1, 0.3, (3, 16) if kind == "streams" else 16), rng.normal(size=x.shape)
-    if kind == "streams":
-
-        def run(x, w):
-            return stream_norm(x, w, Norm(eps=1e-5))
-    else:
-        config = LayerNorm(eps=1e-5) if kind == "layer norm" else Norm(eps=1e-5, scale=kind)
-        with nnx.use_eager_sharding(False):
-            graph, state = nnx.split(norm(16, config, nnx.Rngs(0)))
-
-        def run(x, w):
-            weights = state if kind == "none" else {**state, "weight": state["weight"].replace(w)}
-            made: Any = nnx.merge(graph, nnx.State(weights))
-            return made(x)
+    w = rng.normal(1, 0.3, (3, 16) if kind == "streams" else 16)
+    given = rng.normal(size=x.shape)
+    run = streams if kind == "streams" else module(kind)
 
     def total(x, w):
         return jnp.sum(run(x, w) * given.astype(np.float32))
