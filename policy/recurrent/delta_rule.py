@@ -259,11 +259,11 @@ class Paths(NamedTuple):
         before = in_chunks(jnp.pad(tree.before, padding, constant_values=-1), 1, C)
         index = jnp.arange(C)
         own = node[..., :, None]
-        others = (node[..., None, :], last[..., None, :])
-        along = (others[0] <= own) & (own <= others[1]) & (index <= index[:, None])
-        entry = jnp.take_along_axis(
-            before, jnp.argmax(along, axis=-1), axis=-1
-        )  # of the first token on the path
+        first_below = node[..., None, :]
+        last_below = last[..., None, :]
+        along = (first_below <= own) & (own <= last_below) & (index <= index[:, None])
+        first_on_path = jnp.argmax(along, axis=-1)
+        entry = jnp.take_along_axis(before, first_on_path, axis=-1)
         before_chunk = C * jnp.arange(len(node))[:, None, None] - 1
         following = jnp.pad(tree.node[:, 1:], ((0, 0), (0, 1)))
         ends = in_chunks((tree.last > tree.node) & (following != tree.node), 1, C)
