@@ -93,16 +93,20 @@ class Run(Context):
                 (stage, host if stage.index == first else None) for stage in self.stages[first:]
             ]
         events.truncate_after(names, names[0], -1)
+        self._note_random_weights()
+        return [(stage, None) for stage in self.stages]
+
+    def _note_random_weights(self) -> None:
+        """Says which weights of a new run are random: all, or those of prediction modules."""
         source = self.config.model.source
         seed = self.config.seed
         if models.directory(source) is None:
-            events.note(_RANDOM.format(source, seed))
+            self.events.note(_RANDOM.format(source, seed))
         if self.model.newly_initialized:
-            events.note(
+            self.events.note(
                 f"{source} lacks modules that predict further tokens: they start from random "
                 f"weights, seed {seed}"
             )
-        return [(stage, None) for stage in self.stages]
 
     def start(self, stage: StageKind, checkpoint: dict | None) -> StageState:
         """Returns the state of a stage: a new one, or the restored one of the checkpoint with this

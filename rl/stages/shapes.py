@@ -77,8 +77,8 @@ def update_notes(stage: StageKind, call: UpdateCall | None = None) -> tuple[str,
     graph = stage.trainer.graph
     notes = [describe(stage, graph, stage.trainer.sharing)]
     if call is not None:
-        frozen = frozen_weights(call.update.step.model, stage.options)
-        notes.append(frozen.note(call.learners[call.update.group].optimizer))
+        frozen = frozen_weights(call.update.main_step.model, stage.options)
+        notes.append(frozen.note(call.learners[call.update.main].optimizer))
         if stage.trains_policy and trains_towers(graph, stage.options):
             notes.append(_TOWERS)
     return tuple(note for note in notes if note is not None)

@@ -324,38 +324,15 @@ class StageKind(StageWithRows, Generic[State]):
 
         context = self.context
         updates = self.options.updates_per_step
-        progress = context.progress
         rows = len(batch.prompt) // updates
         flops_before = self.trainer.total_flops
-        coefs = dict(progress.adaptive_coefs)
-        updates_policy = self.trains_policy and not options.get("critic_only")
+        coefs = dict(context.progress.adaptive_coefs)
         all_metrics = []
         with context.timeline.span("updates") as span:
             for u in range(updates):
                 mini_batch = batch.rows(slice(u * rows, (u + 1) * rows))
-                media = {}
-                if table is not None:
-                    media["table"] = table.table
-                    media["tower_inputs"] = table.tower_inputs(mini_batch)
-                state, metrics = self.trainer.update(
-                    state,
-                    mini_batch,
-                    adaptive_coefs=progress.adaptive_coefs,
-                    number=(step - 1) * updates + u,
-                    **media,
-                    **options,
-                )
-                context.model.params = state.policy.params
-                progress.version += updates_policy
-                if context.tables is not None:
-                    context.tables.forget()
-                if coefs and updates_policy:
-                    # The coefficients of the next update follow from the metrics of this one.
-                    metrics = jax.device_get(metrics)
-                    if mini_batch.mask.any():
-                        progress.adaptive_coefs = self.algorithm.adapt_after_update(
-                            progress.adaptive_coefs, metrics
-                        )
+                number = (step - 1) * updates + u
+                state, metrics = self._one_update(state, mini_batch, number, table, options)
                 all_metrics.append(metrics)
             all_metrics = [without_empty(metrics) for metrics in jax.device_get(all_metrics)]
         flops = self.trainer.total_flops - flops_before
@@ -373,6 +350,49 @@ class StageKind(StageWithRows, Generic[State]):
             | ({} if context.tables is None else context.tables.metrics())
             | rates("train", flops, batch.filled_tokens, span.seconds, layout)
         )
+
+    def _one_update(
+        self,
+        state: State,
+        mini_batch: Batch,
+        number: int,
+        table: StepTable | None,
+        options: dict[str, Any],
+    ) -> tuple[State, dict[str, Any]]:
+        """Makes one update, gives the model the new weights and adapts the coefficients. number: of
+        the update in its stage, from 0. table, options: as in `update`.
+
+        Returns (state, metrics, on the device where nothing waits for them).
+        """
+        import jax
+
+        context = self.context
+        progress = context.progress
+        media = {}
+        if table is not None:
+            media["table"] = table.table
+            media["tower_inputs"] = table.tower_inputs(mini_batch)
+        state, metrics = self.trainer.update(
+            state,
+            mini_batch,
+            adaptive_coefs=progress.adaptive_coefs,
+            number=number,
+            **media,
+            **options,
+        )
+        context.model.params = state.policy.params
+        updates_policy = self.trains_policy and not options.get("critic_only")
+        progress.version += updates_policy
+        if context.tables is not None:
+            context.tables.forget()
+        if progress.adaptive_coefs and updates_policy:
+            # The coefficients of the next update follow from the metrics of this one.
+            metrics = jax.device_get(metrics)
+            if mini_batch.mask.any():
+                progress.adaptive_coefs = self.algorithm.adapt_after_update(
+                    progress.adaptive_coefs, metrics
+                )
+        return state, metrics
 
     def learner(self, state: State) -> ParamState:
         """Returns the ParamState of the trained model: the metrics `optim/` describe its

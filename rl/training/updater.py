@@ -210,12 +210,12 @@ class Update:
         """
         self._loss = loss
         self.optimizer_steps = dict(steps)
-        self.group = main
-        self.step = self.optimizer_steps[self.group]
+        self.main = main
+        self.main_step = self.optimizer_steps[self.main]
         self._stage = stage
         self._seed = seed if stage.dropout else None
-        self._diagnostics = stage.diagnostics and self.group is WeightGroup.POLICY
-        self._graph = self.step.model.trunk
+        self._diagnostics = stage.diagnostics and self.main is WeightGroup.POLICY
+        self._graph = self.main_step.model.trunk
         self.layout = self._graph.layout
 
     def with_steps(self, steps: Mapping[WeightGroup, OptimizerStep], stage: StageOptions) -> Update:
@@ -224,7 +224,7 @@ class Update:
         other = copy.copy(self)
         other.__dict__.pop("executable", None)
         other.optimizer_steps = {group: steps[group] for group in self.optimizer_steps}
-        other.step = other.optimizer_steps[self.group]
+        other.main_step = other.optimizer_steps[self.main]
         other._stage = stage
         return other
 
@@ -251,7 +251,7 @@ class Update:
     ) -> UpdateOutput:
         batch = arguments.batch
         if self._seed is not None:
-            made = updates_made(learners[self.group])
+            made = updates_made(learners[self.main])
             batch = batch.replace(dropout=row_seeds(self._seed, made, batch.tokens.shape[0]))
         params = {group: learner.params for group, learner in learners.items()}
         trained, without_gradient = self._by_gradient(params, arguments.frozen)
@@ -265,7 +265,7 @@ class Update:
         # In a jitted function the number of the update is an array.
         number = cast(jax.Array | None, arguments.number)
         for group, step in self.optimizer_steps.items():
-            routing = terms.routing if group is self.group else {}
+            routing = terms.routing if group is self.main else {}
             loss = terms.own_losses.get(group, terms.loss)
             new[group], more = step.apply(learners[group], grads[group], loss, routing, number)
             # The loss reports that of a critic; projections have the loss of the policy.
@@ -312,12 +312,12 @@ class Update:
 
     def _dense(self, trained: Weights) -> Weights:
         """Returns the weights that are no tables in host memory."""
-        dense = split(trained[self.group], self.step.host_tables)[1]
-        return trained.with_group(self.group, dense)
+        dense = split(trained[self.main], self.main_step.host_tables)[1]
+        return trained.with_group(self.main, dense)
 
     def _for_products(self, weights: Weights) -> Weights:
         """Returns the weights in the dtype of the products that read them."""
-        return weights.with_group(self.group, self._graph.cast_for_products(weights[self.group]))
+        return weights.with_group(self.main, self._graph.cast_for_products(weights[self.main]))
 
     def _micro_batches(
         self, tree: tuple[Batch, PolicyInputs], micro_rows: int
@@ -348,23 +348,23 @@ class Update:
         With tables in host memory it runs over all: their gradients stay there, and there only a
         scan can stack arrays.
         """
-        if self.step.host_tables:
+        if self.main_step.host_tables:
             return jax.lax.scan(micro_step, carry, micros)
         return scan_first(micro_step, carry, micros, num_filled(micros[0].filled))
 
     def _looked_up(self, weights: Weights, micro: Batch) -> tuple[dict, Weights]:
         """Returns what `row_tables.read_rows` reads for a micro-batch from tables in host memory;
         ({}, no weights) without such tables."""
-        if not self.step.host_tables:
+        if not self.main_step.host_tables:
             return {}, Weights()
         step = replace(
             modes.make_step(micro.tokens, segments=micro.segments, tree=micro.tree),
             tokens=micro.tokens,
         )
         rows, values = row_tables.read_rows(
-            self._graph, weights[self.group], step, self.step.host_tables
+            self._graph, weights[self.main], step, self.main_step.host_tables
         )
-        return rows, Weights().with_group(self.group, values)
+        return rows, Weights().with_group(self.main, values)
 
     def _gradients(
         self,
@@ -392,7 +392,7 @@ class Update:
 
             counts = jax.tree.map(lambda a: a.sum(axis=0), jax.lax.scan(count, None, micros)[1])
             batch_totals = replace(batch_totals, counts=counts)
-        prefix = self.group.prefix
+        prefix = self.main.prefix
 
         def objective(weights: Weights, micro: Batch, inputs: PolicyInputs):
             output = self._loss(without_gradient | weights, micro, inputs)
@@ -416,9 +416,9 @@ class Update:
         def micro_step(total, xs):
             rows, looked_up = self._looked_up(trained | without_gradient, xs[0])
             grads, terms = jax.grad(objective, has_aux=True)(for_products | looked_up, *xs)
-            row_grads, dense_grads = split(grads[self.group], looked_up[self.group])
+            row_grads, dense_grads = split(grads[self.main], looked_up[self.main])
             table_grads = row_tables.gradients(self._graph, rows, row_grads)
-            grads = self._shard_as_moments(fetch(grads.with_group(self.group, dense_grads)))
+            grads = self._shard_as_moments(fetch(grads.with_group(self.main, dense_grads)))
             return _accumulated(total, grads), (table_grads, terms)
 
         zeros = jax.tree.map(lambda weight: jnp.zeros(weight.shape, jnp.float32), dense)
@@ -441,7 +441,7 @@ class Update:
             routing=routing,
             tokens={name: array.reshape(N, -1) for name, array in stacked.tokens.items()},
         )
-        return grads.with_group(self.group, cast(Params, grads[self.group] | table_grads)), terms
+        return grads.with_group(self.main, cast(Params, grads[self.main] | table_grads)), terms
 
     def _shard_as_moments(self, grads: Weights) -> Weights:
         for group, step in self.optimizer_steps.items():

@@ -75,9 +75,9 @@ def reverse():
 
 def test_a_teacher_equal_to_the_policy_gives_no_divergence_and_no_gradient():
     trainer, state = reverse()
-    before = host(trainer.policy_update.step.start(state.policy.params).params)
+    before = host(trainer.policy_update.main_step.start(state.policy.params).params)
     state = dataclasses.replace(
-        state, policy=trainer.policy_update.step.start(jax.tree.map(np.array, dense().params))
+        state, policy=trainer.policy_update.main_step.start(jax.tree.map(np.array, dense().params))
     )
     arrays, metrics = updated(trainer, state, batch())
     assert abs(metrics["distill/reverse_kl"]) < 1e-6 and metrics["optim/grad_norm"] < 1e-6

@@ -146,7 +146,7 @@ def test_a_plan_of_a_reward_model_counts_no_parts_of_towers():
     learner = trainer.abstract().reward_model
     kind = SimpleNamespace(trainer=trainer, options=options, trains_policy=False, group=None)
     call = SimpleNamespace(
-        update=trainer.reward_model_update, learners={trainer.reward_model_update.group: learner}
+        update=trainer.reward_model_update, learners={trainer.reward_model_update.main: learner}
     )
     assert frozen_weights(model.graph, options).parts  # of the towers of the policy
     assert not any("freeze takes parts" in each for each in shapes.update_notes(kind, call))
@@ -157,7 +157,7 @@ def test_a_plan_says_that_it_leaves_out_the_towers_that_a_stage_trains(freeze, s
     model = Model(on_one_device(sources.preset("tiny-vl", media=True)), {})
     options = stage(freeze=freeze)
     trainer = learners.trainer(model, options)
-    learners_ = {trainer.policy_update.group: trainer.abstract().policy}
+    learners_ = {trainer.policy_update.main: trainer.abstract().policy}
     call = SimpleNamespace(update=trainer.policy_update, learners=learners_)
     kind = SimpleNamespace(trainer=trainer, options=options, trains_policy=True, group=None)
     notes = shapes.update_notes(kind, call)
@@ -340,12 +340,12 @@ def test_a_reward_model_is_frozen_by_the_same_names_and_a_critic_is_not():
     names = ["embed_tokens", "self_attn"]
     reward_model = learners.trainer(
         model, stage("reward_model", freeze=names)
-    ).reward_model_update.step
+    ).reward_model_update.main_step
     learned = trained_paths(reward_model.model.axes, Runtime(), reward_model._frozen)
     assert "embed_tokens" not in learned and LAYER + "mixer.q_proj" not in learned
     assert LAYER + "feed_forward.up_proj" in learned
     trainer = learners.trainer(model, stage("ppo", freeze=names))
     assert (
-        not trainer.critic_update.step._frozen.paths
-        and "embed_tokens" in trainer.policy_update.step._frozen.paths
+        not trainer.critic_update.main_step._frozen.paths
+        and "embed_tokens" in trainer.policy_update.main_step._frozen.paths
     )

@@ -334,8 +334,8 @@ def test_a_policy_counts_from_the_step_after_the_warm_up_of_its_critic():
     trainer, _ = begin(
         learners.dense(), stage({"name": "ppo", "critic_warmup": 2}, steps=6, optimizer=options)
     )
-    assert trainer.policy_update.step._first_update == 2
-    assert [float(trainer.policy_update.step.rate(u)) for u in range(4)] == pytest.approx(
+    assert trainer.policy_update.main_step._first_update == 2
+    assert [float(trainer.policy_update.main_step.rate(u)) for u in range(4)] == pytest.approx(
         [0.4, 0.3, 0.2, 0.1]
     )
 
