@@ -56,8 +56,9 @@ def abstract_rows(stage: StageKind, updates: int) -> PackedRows:
         shape = choose_shape(bounds, sizes, filled_rows)
     else:
         shape = bounds.largest(full)
-    passes = -(-filled_rows(shape.length) // shape.micro_rows)
-    return PackedRows((bounds.program_rows(shape), shape.length), shape.micro_rows, passes)
+    filled = filled_rows(shape.length)
+    passes = -(-filled // shape.micro_rows)
+    return PackedRows((bounds.program_rows(shape, filled), shape.length), shape.micro_rows, passes)
 
 
 _TOWERS = (

@@ -103,7 +103,9 @@ def test_the_shape_of_rows_keeps_to_its_bounds_and_holds_every_batch(lengths, bo
     packing, shape = plan_rows(segments, bounds)
     longest = max(lengths)
     rows, length = shape
-    assert packing.shape == (bounds.program_rows(shape), length)
+    assert packing.shape == (bounds.program_rows(shape, packing.filled_rows), length)
+    if packing.filled_rows <= rows:
+        assert packing.shape[0] == rows, "what fits one micro-batch has a program of one"
     assert packing.shape[0] % rows == 0
     assert rows % bounds.row_multiple == 0 and length % bounds.length_multiple == 0
     if bounds.micro_tokens is not None:
@@ -117,7 +119,9 @@ def test_the_shape_of_rows_keeps_to_its_bounds_and_holds_every_batch(lengths, bo
     for each in (*bounds.shapes(sizes, 0.95), *bounds.shapes(full, 0.95)):
         if bounds.micro_tokens is not None:
             worst = best_fit(np.full(40, 64), np.ones(40), max(64, each.length)).rows
-            assert bounds.program_rows(each) >= worst, "a program has room for the fullest batch"
+            assert bounds.program_rows(each, worst) >= worst, (
+                "a program has room for the fullest batch"
+            )
     again, _ = plan_rows(segments[::-1], bounds)
     assert again.shape == packing.shape, "the order of the sequences changes nothing"
     fullest = bounds.largest(40) if bounds.micro_tokens is not None else bounds.shortest(64)
@@ -195,7 +199,10 @@ def test_what_long_ago_was_full_excuses_no_empty_rows():
 def test_a_batch_without_tokens_has_rows_of_padding(bounds):
     """As one has in which nothing got a score."""
     packing, shape = plan_rows(segments_of([0, 0], 64), bounds)
-    assert packing.filled_rows == 0 and packing.shape == (bounds.program_rows(shape), shape.length)
+    assert packing.filled_rows == 0 and packing.shape == (
+        bounds.program_rows(shape, 0),
+        shape.length,
+    )
     assert shape.length > 0 and not packing.segments.any()
 
 

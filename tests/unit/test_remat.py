@@ -161,10 +161,10 @@ def test_none_keeps_no_value_that_another_gives_number_by_number(capsys):
 @pytest.mark.parametrize("policy", ["none", "minimal_flash"])
 def test_attention_by_blocks_is_kept_once(policy, capsys):
     """Its result and the logarithms of its sums, of the two layers; with `none` the queries are
-    those before their rotation."""
+    those before their rotation. 528 tokens are 11 blocks, without padding."""
     model = model_of("Llama")
     graph = Graph(model.config, Runtime(remat=policy, skip_blocks=True), model.graph.layout)
-    row = jnp.asarray(tokens(1, 512))
+    row = jnp.asarray(tokens(1, 528))
 
     def hidden(params):
         return graph.decoder(params)(row, make_step(row), None, graph.runtime)[0].sum()
@@ -172,8 +172,8 @@ def test_attention_by_blocks_is_kept_once(policy, capsys):
     capsys.readouterr()
     print_saved_residuals(hidden, model.params)
     shapes = [line.split(" ", 1)[0] for line in capsys.readouterr().out.splitlines()]
-    assert shapes.count("f32[2,1,2,2,512,8]") == 1 and shapes.count("f32[2,1,2,2,512]") == 1
-    assert shapes.count("f32[2,1,4,512,8]") == (policy != "none")
+    assert shapes.count("f32[2,1,2,2,528,8]") == 1 and shapes.count("f32[2,1,2,2,528]") == 1
+    assert shapes.count("f32[2,1,4,528,8]") == (policy != "none")
 
 
 @pytest.mark.slow

@@ -270,5 +270,6 @@ def plan_rows(
         lambda length: best_fit(lengths, sequences, length).rows,
         history,
     )
-    packing = plan_packing(segments, bounds.program_rows(shape), shape.length)
+    filled = best_fit(lengths, sequences, shape.length).rows
+    packing = plan_packing(segments, bounds.program_rows(shape, filled), shape.length)
     return packing, shape

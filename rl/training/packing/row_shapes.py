@@ -34,11 +34,14 @@ SLACKS = (1.0, 1.04)
 FULL_ENOUGH = ((32, 0.95), (0, 0.90))
 """(sequences, the share of real tokens that ends the search from so many sequences on)."""
 OVERHEAD = 12
-"""What each micro-batch costs besides its tokens, counted in tokens. It adds its gradient to a sum,
-which moves 12 bytes for each weight; a token makes 6 operations with each weight."""
+"""What each micro-batch costs besides its tokens, counted in tokens: it adds its gradient to a sum,
+which moves 12 bytes for each weight, and a token makes 6 operations with each weight."""
+OVERHEAD_ON_CPU = 40
+"""The same as measured with SmolLM2-135M on two cores, where products of few rows and reading the
+weights count too: eight micro-batches of 72 tokens take 4.7 s, one of 576 takes 3.25 s."""
 MOST_OVERHEAD = 0.1
-"""By how much the real tokens, divided by the cost with OVERHEAD, may lie below FULL_ENOUGH in a
-shape that ends the search."""
+"""By how much the real tokens, divided by the cost with OVERHEAD_ON_CPU, may lie below FULL_ENOUGH in
+a shape that ends the search."""
 LEAST_SAVED = 0.02
 """A new shape that saves a smaller share of the cost is not worth a program."""
 MARGIN = 0.01
@@ -151,9 +154,11 @@ class RowBounds:
     length_multiple: int = 1
     few_rows_first: bool = False
 
-    def program_rows(self, shape: RowShape) -> int:
-        """Returns the packed rows of a program: room for all sequences of any batch."""
-        if self.micro_tokens is None:
+    def program_rows(self, shape: RowShape, filled: int) -> int:
+        """Returns the packed rows of a program, for a batch that fills `filled` of them: one
+        micro-batch if that is enough, since a program of one adds up no gradients, else room for
+        all sequences of any batch."""
+        if self.micro_tokens is None or filled <= shape.micro_rows:
             return shape.micro_rows
         most = -(-self.sequences // max(1, shape.length // self.sequence))
         return _multiple(most, shape.micro_rows)
@@ -274,10 +279,11 @@ class _Costs:
         computed = self.computed(shape)
         return 0.0 if computed is None else self._tokens / computed
 
-    def cost(self, shape: RowShape) -> float:
-        """Returns the computed tokens with OVERHEAD; infinite if the sequences do not fit."""
+    def cost(self, shape: RowShape, overhead: int = OVERHEAD) -> float:
+        """Returns the computed tokens, with `overhead` for each micro-batch; infinite if the
+        sequences do not fit."""
         computed = self.computed(shape)
-        return math.inf if computed is None else computed + self._passes(shape) * OVERHEAD
+        return math.inf if computed is None else computed + self._passes(shape) * overhead
 
     def cheapest(self, shapes: Iterable[RowShape]) -> RowShape | None:
         """Returns the cheapest of the shapes, the first of several; None: the sequences fit none."""
@@ -318,7 +324,7 @@ def _new_shape(bounds: RowBounds, sizes: Sizes, costs: _Costs) -> RowShape:
     """Returns the first shape that is full enough, else the cheapest."""
     tried = bounds.shapes(sizes, sizes.enough)
     for shape in tried:
-        least = (sizes.enough - MOST_OVERHEAD) * costs.cost(shape)
+        least = (sizes.enough - MOST_OVERHEAD) * costs.cost(shape, OVERHEAD_ON_CPU)
         if costs.share(shape) >= sizes.enough and sizes.tokens >= least:
             return shape
     return costs.cheapest(tried) or bounds.shortest(sizes.longest)

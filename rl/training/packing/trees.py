@@ -416,11 +416,16 @@ def plan_tree_rows(
     shape = choose_shape(
         bounds,
         Sizes(len(pieces), tokens, pieces[0].size),
-        lambda length: 1 + max(each.row for each in place_trees(pieces, sharing, length)),
+        lambda length: _filled_rows(place_trees(pieces, sharing, length)),
         history,
     )
     assigned = place_trees(pieces, sharing, shape.length)
-    return _packing(batch, assigned, (bounds.program_rows(shape), shape.length)), shape
+    rows = bounds.program_rows(shape, _filled_rows(assigned))
+    return _packing(batch, assigned, (rows, shape.length)), shape
+
+
+def _filled_rows(assigned: Sequence[Assigned]) -> int:
+    return 1 + max(each.row for each in assigned)
 
 
 def _fitting(tree: Node, room: int) -> set[int]:
