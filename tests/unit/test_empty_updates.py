@@ -2,6 +2,7 @@
 metrics."""
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -78,6 +79,7 @@ def test_the_metrics_of_a_step_are_those_of_the_updates_with_tokens():
         algorithm=algorithm,
         data_metrics=dict,
     )
+    stage._one_update = partial(StageKind._one_update, stage)
 
     class Rows(SimpleNamespace):
         def rows(self, part):
