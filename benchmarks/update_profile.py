@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import side_by_side  # noqa: F401  before jax: the CPU
+from grpo import product_rate  # before jax: the CPU
 
 KINDS = ("products", "attention", "slices", "fills", "copies", "optimizer", "elementwise")
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
@@ -161,13 +161,6 @@ def kind(name: str, source: str) -> str:
     if name.startswith("dot") or "dot_general" in source:
         return "products"
     return "elementwise" if "while" in source else "optimizer"
-
-
-def product_rate() -> float:
-    """Returns the FLOP/s of a product of two matrices of 2048 x 2048, the best of three."""
-    from grpo import product_rate
-
-    return product_rate()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -264,12 +264,13 @@ def plan_rows(
     segments = np.asarray(segments_NT)
     lengths = np.count_nonzero(segments, axis=1)
     sequences = segments.max(axis=1, initial=0)
-    shape = choose_shape(
-        bounds,
-        Sizes(int(np.count_nonzero(lengths)), int(lengths.sum()), int(lengths.max(initial=1))),
-        lambda length: best_fit(lengths, sequences, length).rows,
-        history,
-    )
-    filled = best_fit(lengths, sequences, shape.length).rows
+
+    @cache
+    def filled_rows(length: int) -> int:
+        return best_fit(lengths, sequences, length).rows
+
+    sizes = Sizes(int(np.count_nonzero(lengths)), int(lengths.sum()), int(lengths.max(initial=1)))
+    shape = choose_shape(bounds, sizes, filled_rows, history)
+    filled = filled_rows(shape.length)
     packing = plan_packing(segments, bounds.program_rows(shape, filled), shape.length)
     return packing, shape

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, NamedTuple
 
 MAX_LENGTHS = 8
@@ -267,7 +266,7 @@ class _Costs:
     def __init__(self, bounds: RowBounds, sizes: Sizes, filled_rows: Callable[[int], int]):
         self._one_pass = bounds.micro_tokens is None
         self._tokens = sizes.tokens
-        self._filled_rows = cache(filled_rows)
+        self._filled_rows = filled_rows
 
     def computed(self, shape: RowShape) -> int | None:
         """Returns the computed tokens; None: the sequences do not fit."""
@@ -302,9 +301,9 @@ def choose_shape(
 ) -> RowShape:
     """Returns the shape of the packed rows of a batch.
 
-    filled_rows: returns how many packed rows of a length the sequences fill. A batch without
-    tokens, in which nothing has a score, has the shape of one token. history: of the updates of the
-    stage; None: the batch has a new shape.
+    filled_rows: returns how many packed rows of a length the sequences fill; it is asked for a
+    length several times. A batch without tokens, in which nothing has a score, has the shape of one
+    token. history: of the updates of the stage; None: the batch has a new shape.
     """
     sizes = Sizes(sizes.sequences, max(1, sizes.tokens), max(1, sizes.longest))
     costs = _Costs(bounds, sizes, filled_rows)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -413,13 +414,14 @@ def plan_tree_rows(
     tokens = sum(piece.size for piece in pieces)
     if tokens >= batch.filled_tokens:
         return None
-    shape = choose_shape(
-        bounds,
-        Sizes(len(pieces), tokens, pieces[0].size),
-        lambda length: _filled_rows(place_trees(pieces, sharing, length)),
-        history,
-    )
-    assigned = place_trees(pieces, sharing, shape.length)
+
+    @cache
+    def assignment(length: int) -> list[Assigned]:
+        return place_trees(pieces, sharing, length)
+
+    sizes = Sizes(len(pieces), tokens, pieces[0].size)
+    shape = choose_shape(bounds, sizes, lambda length: _filled_rows(assignment(length)), history)
+    assigned = assignment(shape.length)
     rows = bounds.program_rows(shape, _filled_rows(assigned))
     return _packing(batch, assigned, (rows, shape.length)), shape
 
