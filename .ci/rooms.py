@@ -27,6 +27,7 @@ ORDER = {
             "specs",
             "media",
             "config",
+            "adapter_spec",
             "intermediates",
             "ops",
             "cache",
