@@ -15,7 +15,7 @@ AllLinear = Literal["all-linear"]
 @dataclass(frozen=True)
 class AdapterSpec:
     """Factors A and B of rank `rank` for each adapted weight W: the product reads W + scale B A
-    (LoRA, arXiv 2106.09685), or with `dora` that sum with its outputs scaled to learnt lengths
+    (LoRA, arXiv 2106.09685), or with `dora` that sum with its outputs scaled to trained lengths
     (DoRA, arXiv 2402.09353)."""
 
     rank: int = option(32, ge=1, description="rank of the factors")
