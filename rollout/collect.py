@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 class Source:
     """Where completions and their scores come from.
 
-    runner: calls the reward functions. scorers: reward models by name, each a function from
+    runner: calls the reward functions; None: nothing is scored. scorers: reward models by name, each a function from
     sequences of token ids (prompt and completion) to scores, which the reward functions get.
     on_calls: called with the finished reward calls, for the timeline.
     """
 
     generator: Generator
-    runner: Runner
+    runner: Runner | None
     scorers: Mapping[str, Callable[[list[list[int]]], list[float]]] = field(default_factory=dict)
     on_calls: Callable[[Sequence[Any]], None] | None = None
 
@@ -45,6 +45,17 @@ class PendingScores(Protocol):
     def result(self) -> Scores:
         """Waits for the scores and returns them."""
         ...
+
+
+@dataclass(frozen=True)
+class ReadyScores:
+    """Scores that are computed already, as `PendingScores`."""
+
+    scores: Scores
+
+    def result(self) -> Scores:
+        """Returns the scores at once."""
+        return self.scores
 
 
 @dataclass(frozen=True)
@@ -135,14 +146,18 @@ def collect(
         params.max_new_tokens
     )  # one number for all; the other columns have a value per completion
     calls = [p for p in range(len(problems)) for _ in range(G)]
-    handle = source.runner.open(
-        [example.prompt for example in examples], columns, calls, on_calls=source.on_calls
-    )
+    handle = None
+    if source.runner is not None:
+        handle = source.runner.open(
+            [example.prompt for example in examples], columns, calls, on_calls=source.on_calls
+        )
     generator.reset_prefix_cache()
     before = generator.counts
     made: dict[tuple[int, int], Trajectory] = {}
 
     def reward(p: int, sample: int, **more: Any) -> None:
+        if handle is None:
+            return
         trajectory = made[p, sample]
         text = in_form_of(problems[p].example.prompt, cast(str, trajectory.text))
         known = {
@@ -177,4 +192,5 @@ def collect(
             reward(
                 *divmod(i, G), reward_model_scores={name: each[i] for name, each in scores.items()}
             )
-    return Rollouts(groups, handle, counts, seconds, scoring)
+    pending = ReadyScores(Scores.of_nothing(len(examples))) if handle is None else handle
+    return Rollouts(groups, pending, counts, seconds, scoring)

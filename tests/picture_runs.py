@@ -11,10 +11,9 @@ from policy.media import Item
 from rewards import Scores
 from rl.config.run import RunConfig
 from rl.records.events import Events
-from rl.stages.producers.scored import ReadyScores
 from rl.stages.sampling.records import references, sample_lines, token_records
 from rollout import Completion
-from rollout.collect import Rollouts
+from rollout.collect import ReadyScores, Rollouts
 from rollout.media.expand import Expanded
 from rollout.media.reference import Reference, refer
 

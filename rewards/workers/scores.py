@@ -64,6 +64,11 @@ class Scores:
     causes: dict[str, str] = field(default_factory=dict)
     seconds: Sequence[float] = ()
 
+    @classmethod
+    def of_nothing(cls, count: int) -> Scores:
+        """Returns what `count` completions have that no function scores."""
+        return cls(np.zeros((count, 0)), np.full(count, math.nan), (), [], {})
+
 
 def weighted_sums(
     rewards: np.ndarray,

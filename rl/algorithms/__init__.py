@@ -4,6 +4,8 @@ An algorithm file defines the frozen dataclass `Algorithm`. Its fields are its Y
 
     stage                          the kind of stage that runs it: a file of rl/stages/
     inputs                         names of rl/stages/inputs.py that the stage provides
+    needs_rewards                  whether it learns from rewards; if not, a stage that samples may
+                                   have none
     repeated_inputs                further inputs, if a step makes several updates
     select_old_logp(...)           which array of a Batch or PolicyInputs holds the old
                                    log-probabilities, with rollouts

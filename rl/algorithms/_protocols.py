@@ -94,8 +94,9 @@ class TeacherLoss(TrainedLoss, Protocol):
         depth."""
         ...
 
-    def temperature_of(self, inputs: PolicyInputs) -> jax.Array | float:
-        """Returns the temperature that both logits are divided by."""
+    def temperature_of(self, inputs: PolicyInputs) -> jax.Array | float | None:
+        """Returns the temperature that both logits are divided by; None: the temperature of the
+        policy's log-probabilities."""
         ...
 
 

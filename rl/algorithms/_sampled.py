@@ -26,6 +26,7 @@ class Sampled:
     stage: ClassVar[str] = "online"
     critic_warmup: ClassVar[int] = 0  # first steps in which only a critic learns
     old_logp: ClassVar[str | None] = None  # "trainer" or "sampler" for a loss with a ratio
+    needs_rewards: ClassVar[bool] = True  # whether completions without a score leave the loss
     reference_every: ClassVar[int] = 0  # steps after which the reference model is renewed
     inputs: ClassVar[frozenset[str]] = frozenset()
     repeated_inputs: ClassVar[frozenset[str]] = frozenset()

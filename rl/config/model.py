@@ -183,8 +183,9 @@ class TokenizerOptions(Strict):
 
 
 class TeacherOptions(Strict):
-    """A frozen model whose next-token distributions a stage learns from (`distill`), on the mesh of
-    the run: `source`. Or its likeliest tokens, which `rl teach` wrote: `files`."""
+    """A frozen model whose next-token distributions a stage learns from (`distill`, `gkd`, `opd`),
+    on the mesh of the run: `source`. Or its likeliest tokens, which `rl teach` wrote: `files`
+    (`distill`)."""
 
     shorthand: ClassVar[str | None] = "source"
     exactly_one: ClassVar[tuple[str, ...]] = ("source", "files")

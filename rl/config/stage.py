@@ -487,7 +487,7 @@ class StageOptions(Strict):
     )
     rewards: RewardSettings | None = Field(default=None, description="instead of the run's rewards")
     teacher: TeacherOptions | None = Field(
-        default=None, description="instead of the run's teacher (distill)"
+        default=None, description="instead of the run's teacher (distill, gkd, opd)"
     )
 
     @property

@@ -88,6 +88,12 @@ def decoder_of(options: TeacherOptions) -> DecoderConfig:
         raise ModelError(f"teacher {options.source}: {error}") from None
 
 
+def decoders_of(options: TeacherOptions | None) -> list[DecoderConfig]:
+    """Returns the decoders of the teachers that a stage runs; [] without options and for files.
+    Raises as `decoder_of`."""
+    return [] if options is None or options.files is not None else [decoder_of(options)]
+
+
 def faults(
     path: Key,
     options: TeacherOptions,
@@ -137,7 +143,7 @@ def faults(
             "teacher",
             key=(*path, "source"),
         )
-    if algorithm.has_features and student is not None:
+    if getattr(algorithm, "has_features", False) and student is not None:
         yield from (
             Fault(text, key=(*path, "source"))
             for text in _feature_faults(algorithm.features_layers, student, teacher)

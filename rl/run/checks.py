@@ -85,7 +85,7 @@ def _faults(config: RunConfig) -> Iterator[Fault]:
         yield from _teacher(config, stage)
     if config.teacher and not any(stage.teacher for stage in stages):
         yield Fault(
-            "no stage learns from a teacher; leave it out, or add a stage of distill",
+            "no stage learns from a teacher; leave it out, or add a stage of distill, gkd or opd",
             key=("teacher",),
         )
 
@@ -490,7 +490,7 @@ def _reward_models(config: RunConfig, stage: StageKind, trained: list[str]) -> I
 def _teacher(config: RunConfig, stage: StageKind) -> Iterator[Fault]:
     """Checks the teacher of a stage, if it has one, against the policy."""
     if stage.teacher is None:
-        if "teacher" in stage.inputs:
+        if stage.has_teacher:
             text = "needs a teacher: set `teacher: {source: DIRECTORY}`, here or for all stages"
             yield Fault(f"{stage.algorithm.name} {text}", key=(*stage.path, "teacher"))
         return

@@ -27,7 +27,7 @@ from rl.stages.scorers import abstract_teacher
 from rl.stages.supervised import Stage
 
 if TYPE_CHECKING:
-    from rl.training.teacher import ModelTeacher
+    from rl.training.teachers.teacher import ModelTeacher
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,9 @@ def _stage(config: RunConfig, name: str | None) -> Stage:
     able = [
         each
         for each in rl.stages.create(config)
-        if each.teacher is not None and each.teacher.source is not None
+        if each.teacher is not None
+        and each.teacher.source is not None
+        and not each.trains_on_rollouts
     ]
     chosen = [each for each in able if name in (None, each.name)]
     if len(chosen) == 1 and isinstance(chosen[0], Stage):
@@ -120,7 +122,7 @@ def _write(
 ) -> None:
     """Loads the teacher and writes these parts."""
     from rl.run import build
-    from rl.training.teacher import ModelTeacher
+    from rl.training.teachers.teacher import ModelTeacher
 
     teacher = abstract_teacher(config, stage.teacher, stage.algorithm, build.on_mesh(config))
     assert isinstance(teacher, ModelTeacher)  # it has a source

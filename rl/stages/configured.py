@@ -113,7 +113,13 @@ class ConfiguredStage:
     def teacher(self) -> Any:
         """Returns the TeacherOptions of the stage, or of the run; None where the algorithm has no
         teacher."""
-        return (self.options.teacher or self.config.teacher) if "teacher" in self.inputs else None
+        return (self.options.teacher or self.config.teacher) if self.has_teacher else None
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether the algorithm learns from a teacher: what its update compares the policy with
+        (`teacher`), or what scores completions (`teacher_logp`)."""
+        return not self.inputs.isdisjoint({"teacher", "teacher_logp"})
 
     @property
     def max_kept(self) -> int:
@@ -224,9 +230,9 @@ class ConfiguredStage:
                 f"always does not go with {excluded}: {reason}; use auto",
                 key=(*self.path, "shared_prefix"),
             )
-        if stage.teacher and "teacher" not in self.inputs:
+        if stage.teacher and not self.has_teacher:
             yield Fault(
-                f"{name} learns from no teacher; leave it out, or use distill",
+                f"{name} learns from no teacher; leave it out, or use distill, gkd or opd",
                 key=(*self.path, "teacher"),
             )
         if stage.curriculum is not None:

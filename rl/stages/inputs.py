@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -26,6 +27,7 @@ from rl.accounting.program_names import ProgramName
 from rl.stages.sampling.batches import by_row, one_row_each
 from rl.stages.sampling.params import greedy_params
 from rl.stages.sampling.staleness import stale_tokens
+from rl.stages.scorers import teacher_program_name
 from rl.stages.shapes import abstract_batch, abstract_rows, with_structure
 from rl.stages.stage import Program, StageKind
 
@@ -63,9 +65,10 @@ class StepData:
     current_policy_batch: the batch with the log-probabilities under the current policy as
     `old_logp`, if `current_logp` provides them.
     trainer_logp: float32[N,T], log-probabilities under the weights before the updates, if a pass of
-    the training graph computed them. token_outputs: arrays [N,T] that the updates computed, by
-    name, and `logp_diff` (rl/stages/sampling/staleness.py). advantages: of each trajectory, the
-    mean over its tokens. flops_before: `total_flops` of the trainer before the step.
+    the training graph computed them. teacher_logp: float32[N,T], those of a teacher.
+    token_outputs: arrays [N,T] that the updates computed, by name, and `logp_diff`
+    (rl/stages/sampling/staleness.py). advantages: of each trajectory, the mean over its tokens.
+    flops_before: `total_flops` of the trainer before the step.
     """
 
     state: RunState
@@ -79,6 +82,7 @@ class StepData:
     stale: bool = False
     current_policy_batch: Any = None
     trainer_logp: np.ndarray | None = None
+    teacher_logp: np.ndarray | None = None
     token_outputs: dict[str, np.ndarray] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     flops_before: float = 0.0
@@ -196,6 +200,16 @@ def programs(stage: StageKind, state: RunState, routes: dict | None) -> Iterator
             weights,
             micro.routes,
             passes * in_every_step.count(ProgramName.LOGPROBS),
+        )
+    for scorer in stage.teacher_scorers:
+        read = micro.replace(mask=None, prompt=None, routes=None, kept=None)
+        yield Program(
+            teacher_program_name(scorer.source),
+            (R, T),
+            partial(scorer.executable.lower, scorer.abstract, read),
+            scorer.graph,
+            scorer.abstract,
+            passes,
         )
     if ProgramName.VALUES in called:
         weights = trainer.value_weights(state, table)
@@ -315,6 +329,20 @@ def ref_logp(stage: StageKind, data: StepData) -> None:
     data.metrics["time/ref"] = span.seconds
 
 
+@provides("teacher_logp", when=MODEL_PASSES)
+def teacher_logp(stage: StageKind, data: StepData) -> None:
+    """Log-probabilities of the tokens under a teacher, at the temperature of sampling. It is another
+    model, whose routers choose experts themselves, and its distribution is over all ids, whatever
+    the filters of the sampler left."""
+    trainer = stage.trainer
+    (scorer,) = stage.teacher_scorers
+    with stage.context.timeline.span("log-probabilities of the teacher") as span:
+        packing, R = trainer.packing_of(data.batch, trainer.row_history)
+        data.teacher_logp = scorer(data.batch, packing, R)
+    trainer.add_flops(scorer.flops, packing, passes=1)
+    data.metrics["time/teacher"] = span.seconds
+
+
 @provides(
     "values",
     when=MODEL_PASSES,
@@ -385,6 +413,21 @@ def token_kl(stage: StageKind, data: StepData) -> None:
     difference = np.where(batch.mask != 0, batch.old_logp - batch.ref_logp, 0.0)
     data.arguments["token_kl"] = difference.reshape(data.arguments["mask"].shape)
     data.metrics["kl/reward"] = float(difference.sum() / max(1, np.count_nonzero(batch.mask)))
+
+
+@provides("teacher_kl", when=REWARDS)
+def teacher_kl(stage: StageKind, data: StepData) -> None:
+    """Adds the arguments `mask`, float[P,G,T], and `teacher_kl`, float[P,G,T]: old_logp -
+    teacher_logp of each token of the mask, else 0. Its mean is the sampled reverse KL.
+    """
+    completion_mask(stage, data)
+    batch = data.batch
+    assert data.teacher_logp is not None
+    difference = np.where(batch.mask != 0, batch.old_logp - data.teacher_logp, 0.0)
+    data.arguments["teacher_kl"] = difference.reshape(data.arguments["mask"].shape)
+    data.metrics["distill/reverse_kl"] = float(
+        difference.sum() / max(1, np.count_nonzero(batch.mask))
+    )
 
 
 @provides("correct", when=REWARDS, fields=("correct",))

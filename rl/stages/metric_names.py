@@ -174,6 +174,7 @@ NAMES = (
     "time/reward_p99_s",
     "time/logprob",
     "time/ref",
+    "time/teacher",
     "time/update",
     "time/idle",
     "time/eval",
@@ -275,6 +276,12 @@ _CONDITIONS = (
         "held_out/|time/held_out$", lambda stage: stage.options.held_out, "`held_out` is null"
     ),
     _Condition(
+        "reward/|rewards/<name>/|time/reward|source/.+/(reward_mean|frac_zero_std)$",
+        lambda stage: stage.rewards or not stage.trains_on_rollouts,
+        "no `rewards` are configured",
+    ),
+    _Condition("distill/", lambda stage: stage.teacher, "its algorithm has no teacher"),
+    _Condition(
         "dynamic/",
         lambda stage: stage.algorithm.dynamic_batches,
         "`algorithm.dynamic_batches` is 0",
@@ -298,7 +305,7 @@ _CONDITIONS = (
         "its algorithm compares no answers of a pair",
     ),
     _Condition(
-        "(kto|reward_model|distill|vespo|dppo)/",
+        "(kto|reward_model|vespo|dppo)/",
         lambda stage: None,  # `_of_algorithm` tells
         "another algorithm has it",
     ),

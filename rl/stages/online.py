@@ -28,7 +28,7 @@ from rl.stages.sampling.staleness import (
     staleness,
 )
 from rl.stages.sampling.unscored import check_scored
-from rl.stages.scorers import abstract_teacher
+from rl.stages.scorers import abstract_teacher, teacher_scorers
 from rl.stages.shapes import abstract_batch, abstract_rows, update_programs
 from rl.stages.sharing import sharing_of
 from rl.stages.stage import Program, StageKind
@@ -125,6 +125,7 @@ class Stage(StageKind["RunState"]):
     def bind(self, graph: Graph) -> None:
         from rl.training.trainer import Trainer
 
+        compared = self.teacher if "teacher" in self.inputs else None
         self.trainer = Trainer(
             graph,
             self.options,
@@ -133,10 +134,13 @@ class Stage(StageKind["RunState"]):
             state=inputs.state_of(self.inputs),
             temperature=self.options.sampling.temperature,
             returns_tokens=True,
-            teacher=abstract_teacher(self.config, self.teacher, self.algorithm, graph.layout),
+            teacher=abstract_teacher(self.config, compared, self.algorithm, graph.layout),
         )
         self.trainer.row_length = self.row_length
         self.trainer.sharing = sharing_of(self, graph)
+        if "teacher_logp" in self.inputs:
+            temperature = self.options.sampling.temperature
+            self.teacher_scorers = teacher_scorers(self.config, self.teacher, temperature, graph)
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
         state = self.abstract()
@@ -166,6 +170,10 @@ class Stage(StageKind["RunState"]):
     def start(self, context: Context, restored: RunState | None = None) -> RunState:
         state = super().start(context, restored)
         self.producer.restore(context.progress.producer)
+        if self.teacher is not None and restored is None:
+            first = self.rows.take(range(min(self.rows.total, self.options.prompts_per_step)))
+            rows = [(problem.ids, [1] * len(problem.ids)) for problem in first]
+            self.check_vocabularies(state.policy.params, rows)
         return state
 
     def producer_state(self) -> dict[str, Any]:
@@ -210,11 +218,15 @@ class Stage(StageKind["RunState"]):
     def wait_for_scores(self, rollouts: Rollouts) -> tuple[Scores, dict[str, float]]:
         """Waits for the scores of the groups of a step. Returns (scores, metrics of the wait).
 
-        Raises RewardStop after `rewards.unscored_steps` steps in a row without one score.
+        Raises RewardStop after `rewards.unscored_steps` steps in a row without one score, if the
+        algorithm learns from them.
         """
         with self.context.timeline.span("waiting for rewards") as span:
             scores = rollouts.scores.result()
-        check_scored(self, scores)
+        if self.rewards is None:
+            return scores, {}
+        if self.algorithm.needs_rewards:
+            check_scored(self, scores)
         return scores, {"time/reward": rollouts.waiting + span.seconds}
 
     def _train(self, data: StepData, n: int) -> tuple[RunState, dict[str, float]]:
@@ -292,8 +304,9 @@ class Stage(StageKind["RunState"]):
         scores, waited = self.wait_for_scores(data.rollouts)
         data.scores = scores
         data.metrics |= waited
-        unscored_N = batches.by_row(data.rollouts, ~np.isfinite(scores.total))
-        data.batch = data.batch.without_rows(unscored_N)
+        if self.algorithm.needs_rewards:
+            unscored_N = batches.by_row(data.rollouts, ~np.isfinite(scores.total))
+            data.batch = data.batch.without_rows(unscored_N)
         data.rewards = scores.total.reshape(
             len(data.rollouts.groups), self.options.samples_per_prompt
         )

@@ -21,16 +21,22 @@ from rl.data import models
 from rl.data import teacher as teachers
 from rl.errors import ConfigError, ModelError, ResourceError
 
+MOST_OUTSIDE = 1e-3
+"""Largest probability that the policy may give to ids that a teacher's smaller vocabulary does not
+have."""
+
 if TYPE_CHECKING:
     from policy.mesh.sharding import Layout
     from policy.model import Graph
     from rl.algorithms._protocols import TeacherLoss
     from rl.records.timeline import Timeline
+    from rl.training.batch import Batch
     from rl.training.media.tables import StepTable
     from rl.training.packing.trees import Sharing
     from rl.training.reward_model import RewardModelScorer
-    from rl.training.teacher import Teacher
-    from rl.training.trainer import Trainer
+    from rl.training.teachers.frozen import FrozenModel
+    from rl.training.teachers.scorer import TeacherScorer
+    from rl.training.teachers.teacher import Teacher
     from rollout.media.expand import Expanded
 
 
@@ -42,6 +48,11 @@ def reward_model_of(config: RunConfig, stage: str) -> Path:
 def program_name(source: str) -> str:
     """Returns what a plan calls the program of a reward model."""
     return f"scores of {source}"
+
+
+def teacher_program_name(source: str) -> str:
+    """Returns what a plan calls the program of a teacher that scores completions."""
+    return f"log-probabilities of {source}"
 
 
 def load_scorers(
@@ -125,18 +136,29 @@ def abstract_scorers(
 def abstract_teacher(
     config: RunConfig, options: TeacherOptions | None, algorithm: TeacherLoss, mesh: Layout
 ) -> Teacher | None:
-    """Returns the teacher on the mesh of the run, without weights; None: without options.
+    """Returns the teacher that an update compares the policy with, on the mesh of the run, without
+    weights; None: without options.
 
     Raises ConfigError or ModelError.
     """
-    from policy.model import Graph
-    from policy.ops.host_memory import NoHostMemory
-    from rl.training.teacher import ModelTeacher, StoredTeacher
+    from rl.training.teachers.teacher import ModelTeacher, StoredTeacher
 
     if options is None:
         return None
     if options.files is not None:
         return StoredTeacher(algorithm)
+    return ModelTeacher(frozen_teacher(config, options, mesh), algorithm)
+
+
+def frozen_teacher(config: RunConfig, options: TeacherOptions, mesh: Layout) -> FrozenModel:
+    """Returns a teacher as a model on the mesh of the run, without weights.
+
+    Raises ConfigError or ModelError.
+    """
+    from policy.model import Graph
+    from policy.ops.host_memory import NoHostMemory
+    from rl.training.teachers.frozen import FrozenModel
+
     runtime = config.runtime
     dtype = options.dtype or runtime.dtype
     runtime = replace(
@@ -152,7 +174,7 @@ def abstract_teacher(
     decoder = teachers.decoder_of(options)
     directory = teachers.directory_of(options)
     try:
-        frozen = Graph(decoder, runtime, mesh)
+        graph = Graph(decoder, runtime, mesh)
     except NoHostMemory:
         raise ResourceError(
             "teacher.host_memory: these devices have no host memory that programs can read; set "
@@ -160,24 +182,67 @@ def abstract_teacher(
         ) from None
     except ValueError as error:
         raise ConfigError(f"teacher {options.source}: {error}") from None
-    return ModelTeacher(frozen, algorithm, directory, config.seed, options.weights)
+    return FrozenModel(graph, directory, config.seed, options.weights)
 
 
-def load_teacher(
-    options: TeacherOptions | None, trainer: Trainer, span: Callable[[str], AbstractContextManager]
+def load_teachers(
+    options: TeacherOptions | None,
+    loaded: Iterable[Teacher | TeacherScorer],
+    span: Callable[[str], AbstractContextManager],
 ) -> None:
-    """Reads the weights of the teacher of a trainer, in a span of the timeline; without options it
+    """Reads the weights of the teachers of a stage, in a span of the timeline; without options it
     does nothing.
 
     Raises ModelError.
     """
     if options is None:
         return
-    assert trainer.teacher is not None  # made from the same options
     if options.source is not None:
         teachers.directory_of(options, weights=True)  # downloads those of the hub
     with span("loading the teacher"):
-        trainer.teacher.read()
+        for each in loaded:
+            each.read()
+
+
+def check_outside(
+    options: TeacherOptions,
+    compared: Iterable[Teacher | TeacherScorer],
+    graph: Graph,
+    params: dict,
+    batch: Batch,
+) -> None:
+    """Raises ModelError if the policy uses ids that are padding in the vocabulary of a teacher.
+
+    compared: the teachers. graph, params: of the policy. batch: sequences of the data.
+    """
+    from rl.training.teachers.vocabulary import probability_outside
+
+    own = graph.config.vocab_size
+    vocabulary = min((each.vocabulary(graph) for each in compared), default=own)
+    if own <= vocabulary:
+        return
+    outside = probability_outside(graph, params, batch, vocabulary)
+    if outside > MOST_OUTSIDE:
+        raise ModelError(
+            f"teacher {options.source} has {vocabulary} ids, the policy {own}, and gives "
+            f"those beyond a probability of {outside:.2g} (most: {MOST_OUTSIDE:g}); the "
+            "divergence does not see them. Train the policy on texts first (sft), or use models "
+            "of the same width"
+        )
+
+
+def teacher_scorers(
+    config: RunConfig, options: TeacherOptions, temperature: float, policy: Graph
+) -> list[TeacherScorer]:
+    """Returns the teachers that score completions, without weights.
+
+    temperature: of the log-probabilities. Raises ConfigError or ModelError.
+    """
+    from rl.training.teachers.scorer import TeacherScorer
+
+    frozen = frozen_teacher(config, options, policy.layout)
+    assert options.source is not None  # files are refused in a stage that samples
+    return [TeacherScorer(options.source, frozen, temperature, policy.config.vocab_size)]
 
 
 def _directory(source: str, weights: bool = False) -> Path:

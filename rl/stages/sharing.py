@@ -8,6 +8,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
+from rl.data.teacher import decoders_of
 from rl.errors import ConfigError
 from rl.stages.configured import ConfiguredStage
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 def sharing_of(stage: ConfiguredStage, graph: Graph) -> Sharing | None:
     """Returns how the sequences of a stage share beginnings on this mesh; None: each is computed
-    alone. Raises ConfigError where `always` cannot be."""
+    alone. Raises ConfigError where `always` cannot be, ModelError for a teacher that cannot be
+    read."""
     from policy.attention.flash_attention import LONGEST_TREES
     from rl.training.batch_updates import LONGEST_ON_CPU, row_multiple
     from rl.training.packing.trees import Sharing, has_state
@@ -39,7 +41,7 @@ def sharing_of(stage: ConfiguredStage, graph: Graph) -> Sharing | None:
         Fraction(max(length, group.packed_length(most)), length),
         longest=LONGEST_TREES if _by_kernel(graph) else None,
         ahead=modules.depth if options.mtp and modules else 0,
-        one_level=has_state(config),
+        one_level=any(map(has_state, (config, *decoders_of(stage.teacher)))),
         together=stage.answers_share_prompts,
     )
 

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from rl.training.media.tables import ExpandedAt, StepTable
     from rl.training.packing.trees import Sharing
     from rl.training.reward_model import RewardModelScorer, RewardModelState
+    from rl.training.teachers.scorer import TeacherScorer
+    from rl.training.teachers.teacher import Teacher
     from rl.training.trainer import RunState
     from rl.training.updates.optimizer_step import ParamState
     from rollout import SamplingParams
@@ -113,6 +115,8 @@ class StageKind(StageWithRows, Generic[State]):
         self.runner: Any = None
         # Reward models, by their names in the rewards.
         self.scorers: dict[str, RewardModelScorer] = {}
+        # Teachers that score completions before the updates.
+        self.teacher_scorers: list[TeacherScorer] = []
         self.trainer: Any = None
         # Of pictures and sounds, in a plan of a run with them.
         self.table_shapes: MediaTable | None = None
@@ -158,18 +162,21 @@ class StageKind(StageWithRows, Generic[State]):
         return self.trainer.abstract()
 
     def executables(self) -> Mapping[str, CompiledCache]:
-        """Returns the compiled functions of a step and of reward models, by the names of their
-        programs in a plan."""
+        """Returns the compiled functions of a step, of reward models and of teachers, by the names
+        of their programs in a plan."""
         from rl.accounting.program_names import ProgramName
-        from rl.stages.scorers import program_name
+        from rl.stages.scorers import program_name, teacher_program_name
 
         reward_models = {
             program_name(source): scorer.executable for source, scorer in self.scorers.items()
         }
+        teachers = {
+            teacher_program_name(each.source): each.executable for each in self.teacher_scorers
+        }
         # A plan makes programs of a stage that has not started.
         tables = self.context.tables if hasattr(self, "context") else None
         towers = {ProgramName.ENCODING: tables.encoder.executable} if tables else {}
-        return self.trainer.executables | towers | reward_models
+        return self.trainer.executables | towers | reward_models | teachers
 
     @abstractmethod
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
@@ -183,8 +190,15 @@ class StageKind(StageWithRows, Generic[State]):
     def frozen(self) -> list[Any]:
         """Returns the shapes and shardings of other models' weights that the stage keeps on the
         devices."""
-        teachers = [] if self.teacher is None else [self.trainer.teacher]
-        return [*(each.abstract for each in (*self.scorers.values(), *teachers)), self.table_shapes]
+        models = *self.scorers.values(), *self.teachers
+        return [*(each.abstract for each in models), self.table_shapes]
+
+    @property
+    def teachers(self) -> list[Teacher | TeacherScorer]:
+        """Returns the teachers with weights of their own: what the update compares the policy with,
+        and those that score completions."""
+        compared = [self.trainer.teacher] if "teacher" in self.inputs else []
+        return [*compared, *self.teacher_scorers]
 
     def with_options(self, options: StageOptions) -> StageKind:
         """Returns a copy of the stage with another micro-batch size, for a plan. Both share their
@@ -223,6 +237,18 @@ class StageKind(StageWithRows, Generic[State]):
         self.restore_curriculum({})
         return self.trainer.start(context.model.params, self.config.seed + self.index)
 
+    def check_vocabularies(self, params: dict, rows: Sequence[Sequence[Any]]) -> None:
+        """Raises ModelError if the policy uses ids that are padding in the vocabulary of a teacher.
+
+        params: of the policy. rows: (ids, mask, ...) of sequences of the data.
+        """
+        from rl.stages.scorers import check_outside
+        from rl.training.batch import padded_batch
+
+        if self.teacher is not None:
+            batch = padded_batch(rows, self.config.max_length)
+            check_outside(self.teacher, self.teachers, self.trainer.graph, params, batch)
+
     def check_groups(self) -> None:
         """Raises DataError for files that a step cannot take its groups from."""
 
@@ -232,10 +258,11 @@ class StageKind(StageWithRows, Generic[State]):
         return {} if self.curriculum is None else {"curriculum": self.curriculum.state()}
 
     def load_scorers(self, context: Context) -> None:
-        """Loads the teacher, and the reward models that the rewards call."""
-        from rl.stages.scorers import load_teacher
+        """Loads the teachers, and the reward models that the rewards call."""
+        from rl.stages.scorers import load_teachers
 
-        load_teacher(self.teacher, self.trainer, partial(context.timeline.span, stage=self.name))
+        span = partial(context.timeline.span, stage=self.name)
+        load_teachers(self.teacher, self.teachers, span)
         self.load_reward_models(context, self.trainer.sharing)
 
     def load_reward_models(self, context: Context, sharing: Sharing | None) -> None:
@@ -409,6 +436,7 @@ class StageKind(StageWithRows, Generic[State]):
         """
         self.trainer = None
         self.scorers = {}
+        self.teacher_scorers = []
 
     def export(self, directory: Path) -> None:
         """Writes the trained weights after the last stage of the run: the policy in Hugging Face

@@ -15,7 +15,7 @@ import numpy as np
 
 from rl.data import teacher as teachers
 from rl.data.teacher_files import TeacherFiles, vocabulary_sha256
-from rl.errors import ConfigError, Fault, ModelError
+from rl.errors import ConfigError, Fault
 from rl.stages import inputs
 from rl.stages.sampling import by_source
 from rl.stages.scorers import abstract_teacher
@@ -32,12 +32,7 @@ if TYPE_CHECKING:
     from rl.stages.context import Context
     from rl.training.batch import Batch
     from rl.training.media.tables import ExpandedAt, StepTable
-    from rl.training.teacher import Teacher
     from rl.training.trainer import RunState, TokenOutputs
-
-MOST_OUTSIDE = 1e-3
-"""Largest probability that the policy may give to ids that a teacher's smaller vocabulary does not
-have."""
 
 
 class Stage(StageKind["RunState"]):
@@ -134,30 +129,10 @@ class Stage(StageKind["RunState"]):
 
     def start(self, context: Context, restored: RunState | None = None) -> RunState:
         state = super().start(context, restored)
-        if (teacher := self.trainer.teacher) is not None and restored is None:
-            self._check_vocabulary(teacher, state)
+        if self.teacher is not None and restored is None:
+            rows = self.rows.take(range(min(self.rows.total, self.options.prompts_per_step)))
+            self.check_vocabularies(state.policy.params, rows)
         return state
-
-    def _check_vocabulary(self, teacher: Teacher, state: RunState) -> None:
-        """Raises ModelError if the policy uses ids that are padding in the vocabulary of the
-        teacher."""
-        from rl.training.batch import padded_batch
-
-        graph = self.trainer.graph
-        vocabulary = teacher.vocabulary(graph)
-        if graph.config.vocab_size <= vocabulary:
-            return
-        first = self.rows.take(range(min(self.rows.total, self.options.prompts_per_step)))
-        outside = teacher.probability_outside(
-            graph, state.policy.params, padded_batch(first, self.config.max_length)
-        )
-        if outside > MOST_OUTSIDE:
-            raise ModelError(
-                f"teacher {self.teacher.source} has {vocabulary} ids, the policy "
-                f"{graph.config.vocab_size}, and gives those beyond a probability of "
-                f"{outside:.2g} (most: {MOST_OUTSIDE:g}); the divergence does not see them. Train "
-                "the policy on texts first (sft), or use models of the same width"
-            )
 
     def with_inputs(self, state: RunState, batch: Batch, table: StepTable | None) -> Batch:
         data = inputs.StepData(state, batch, table=table)

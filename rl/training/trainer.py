@@ -39,7 +39,7 @@ from rl.training.batch_updates import (
 from rl.training.critic import Critic
 from rl.training.host_memory import copied, mixed, reusable
 from rl.training.packing.packing import Packing
-from rl.training.teacher import Student, Teacher
+from rl.training.teachers.teacher import Student, Teacher
 from rl.training.updater import LossCall, LossOutput, Update, UpdateArguments, UpdateCall
 from rl.training.updates.optimizer_step import OptimizerStep, ParamState
 from rl.training.weights import WeightGroup, Weights
@@ -382,7 +382,7 @@ class Trainer(BatchUpdates):
         )
         inputs = replace(inputs, logp=logp, entropy=entropy)
         if self.teacher is not None:
-            student = Student(self._update_graph, weights.policy, aux)
+            student = Student(self._update_graph, weights.policy, aux, self.temperature)
             inputs = self.teacher.compare(student, micro, inputs, weights)
         loss, metrics = self.algorithm.loss(inputs)
         own_losses = {}

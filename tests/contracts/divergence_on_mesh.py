@@ -24,7 +24,8 @@ from policy.heads.features import by_number
 from policy.heads.head import Tiling
 from policy.mesh.sharding import layout
 from policy.modes import make_step
-from rl.training.teacher import ModelTeacher
+from rl.training.teachers.frozen import FrozenModel
+from rl.training.teachers.teacher import ModelTeacher
 from rl.training.trainer import Trainer
 
 MESHES = ({"fsdp": 4}, {"tensor": 4}, {"fsdp": 2, "tensor": 2}, {"data": 2, "expert": 2})
@@ -116,7 +117,7 @@ def updated(degrees: dict | None, explicit: bool = False) -> dict[str, np.ndarra
     )
     options = learners.stage({"name": "distill", "features_coef": 0.5, "features_layers": [[0, 1]]})
     algorithm = rl.algorithms.get("distill", **options.algorithm.model_extra)
-    teacher = ModelTeacher(theirs.graph, algorithm)
+    teacher = ModelTeacher(FrozenModel(theirs.graph), algorithm)
     teacher.params = theirs.params
     trainer = Trainer(mine.graph, options, algorithm, teacher=teacher)
     state = trainer.start(mine.params, seed=3)

@@ -11,7 +11,7 @@ import pytest
 
 import rl.algorithms
 from rl.records import events
-from rl.training.teacher import COMPARED
+from rl.training.teachers.teacher import COMPARED
 from rl.training.weights import WeightGroup
 
 PREDICTION = ("mtp/loss", "mtp/acceptance", "mtp/grad_norm", "speculative/accepted_per_step")
@@ -28,6 +28,7 @@ ASKED_FOR = (
     *("sampler/kept_mean", "sampler/kept_overflow"),
 )
 REWARD_MODELS = ("time/reward_models",)
+TEACHERS = ("time/teacher",)  # test_teacher_runs.py
 RESHARDED = ("time/sync",)
 HELD_OUT = ("held_out/<metric>", "time/held_out")  # test_held_out.py
 SOURCES = (
@@ -171,6 +172,7 @@ def test_every_metric_of_the_losses_is_documented_and_no_other_name(uninterrupte
         *UTILISATION,
         *RESHARDED,
         *REWARD_MODELS,
+        *TEACHERS,
         *PICTURES,
         *HELD_OUT,
         *SOURCES,

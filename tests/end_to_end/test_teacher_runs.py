@@ -13,7 +13,6 @@ from oracles import configuration, random_model
 from safetensors.numpy import load_file
 
 import policy
-import rl.algorithms
 from policy import families
 from policy.ops.host_memory import on_a_device
 from rl.commands import cli
@@ -43,48 +42,6 @@ stages:
     prompts_per_step: 8
     updates_per_step: 2
     optimizer: {learning_rate: 1e-2}
-"""
-TOY = """
-from typing import ClassVar
-
-import numpy as np
-
-from rl.algorithms._options import algorithm_options
-from rl.algorithms._sampled import Sampled
-
-
-@algorithm_options()
-class Algorithm(Sampled):
-    '''The reverse KL from a teacher at the tokens of the policy's samples.'''
-
-    name: ClassVar[str] = "on_policy_toy"
-    inputs: ClassVar[frozenset[str]] = frozenset({"teacher"})
-    has_features: ClassVar[bool] = False
-
-    @property
-    def divergence_spec(self):
-        from policy.heads.divergence import Divergence
-
-        return Divergence("reverse")
-
-    def temperature_of(self, inputs):
-        return np.float32(1.0)
-
-    def advantages(self, rewards, lengths=None):
-        return np.zeros_like(np.asarray(rewards, np.float64))
-
-    def with_totals(self, inputs):
-        from rl.algorithms._inputs import with_totals
-
-        return with_totals(inputs)
-
-    def loss(self, inputs):
-        import jax
-
-        from rl.algorithms._losses import tokens_of
-
-        loss = tokens_of(self.with_totals(inputs)).mean(inputs.divergence)
-        return loss, {"toy/reverse_kl": jax.lax.stop_gradient(loss)}
 """
 GENERATOR = "generator={slots: 32, tokens_per_dispatch: 6, batch_sizes: []}"
 SFT = "{algorithm: sft, steps: 4, prompts_per_step: 8}"
@@ -138,45 +95,93 @@ def test_a_run_that_is_cut_off_goes_on_to_the_same_bits(finished, tmp_path):
     launch.assert_same_run(finished / "run", run)
 
 
-def test_a_stage_that_samples_can_learn_from_a_teacher(finished, tmp_path, monkeypatch, capsys):
-    """By an algorithm of one file that names the input. The reverse KL on the policy's own samples
-    falls."""
-    (tmp_path / "algorithms").mkdir()
-    (tmp_path / "algorithms" / "on_policy_toy.py").write_text(TOY)
-    monkeypatch.setattr(
-        rl.algorithms, "__path__", [*rl.algorithms.__path__, str(tmp_path / "algorithms")]
-    )
-    sampling = (
-        "{algorithm: on_policy_toy, steps: 6, prompts_per_step: 8, samples_per_prompt: 4, "
-        "max_logp_diff: 1e-4, "
-    )
-    sampling += "sampling: {max_new_tokens: 6}, optimizer: {learning_rate: 1e-2}}"
-    arguments = [
-        str(finished / "run.yml"),
-        f"stages=[{sampling}]",
-        "rewards.functions=[exact_answer]",
-        GENERATOR,
-    ]
-    assert cli.train_main([*arguments, f"run.dir={tmp_path / 'run'}"]) == 0
-    rows = metrics_of(tmp_path / "run")
-    kl = [row["toy/reverse_kl"] for row in rows]
-    assert kl[-1] < 0.9 * kl[0] and min(kl) > 0, kl
+def sampling(algorithm, **keys):
+    """The arguments of a stage that samples, without rewards."""
+    stage = {
+        "algorithm": algorithm,
+        "steps": 6,
+        "prompts_per_step": 8,
+        "samples_per_prompt": 4,
+        "max_logp_diff": 1e-4,
+        "sampling": {"max_new_tokens": 6},
+        "optimizer": {"learning_rate": 1e-2},
+    }
+    return [f"stages={json.dumps([stage | keys])}", GENERATOR]
+
+
+ON_POLICY = {
+    "gkd": {"name": "gkd", "divergence": "reverse"},
+    "gkd, top 5": {"name": "gkd", "divergence": "forward", "top_k": 5, "temperature": 2.0},
+    "opd": {"name": "opd"},
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*(pytest.param(case, marks=[pytest.mark.slow] * ("top" in case)) for case in ON_POLICY)],
+)
+def test_the_policy_learns_from_a_teacher_on_its_own_samples_without_rewards(
+    case, finished, tmp_path
+):
+    """A run that is cut off goes on to the same bits."""
+    arguments = [str(finished / "run.yml"), *sampling(ON_POLICY[case])]
+    run, again = tmp_path / "run", tmp_path / "again"
+    assert cli.train_main([*arguments, f"run.dir={run}"]) == 0
+    rows = metrics_of(run)
+    name = "distill/forward_kl" if "top" in case else "distill/reverse_kl"
+    kl = [row[name] for row in rows]
+    assert kl[-1] < 0.9 * kl[0], kl
     assert all(row["optim/grad_norm"] > 0 for row in rows)
-    config = load([finished / "run.yml"], [*arguments[1:], f"run.dir={tmp_path / 'plan'}"])
-    planned = programs.programs(config, build.on_mesh(config, jax.devices()[:1]), None)
-    (update,) = [each for each in planned if each.kind == "update"]
-    assert update.teacher is not None
-    update.lower()
-    for change, code, said in (
-        ("teacher=null", 2, "on_policy_toy needs a teacher"),
+    assert not [name for name in rows[0] if "reward" in name]
+    assert ("time/teacher" in rows[0]) == (case == "opd")
+    shutil.copytree(run, again)
+    shutil.rmtree(again / "export")
+    for made in sorted((again / "checkpoints").iterdir())[2:]:
+        shutil.rmtree(made)
+    assert cli.train_main([*arguments, f"run.dir={again}"]) == 0
+    launch.assert_same_run(run, again)
+
+
+@pytest.mark.parametrize("algorithm", ["gkd", "opd"])
+def test_a_plan_counts_the_teacher_of_a_stage_that_samples(algorithm, finished, tmp_path):
+    """Within the update, or as a program of its own."""
+    config = load([finished / "run.yml"], [*sampling(algorithm), f"run.dir={tmp_path / 'plan'}"])
+    planned = {
+        each.kind: each
+        for each in programs.programs(config, build.on_mesh(config, jax.devices()[:1]), None)
+    }
+    own = f"log-probabilities of {finished / 'teacher'}"
+    assert (planned["update"].teacher is not None) == (algorithm == "gkd")
+    assert (own in planned) == (algorithm == "opd")
+    if own in planned:
+        sizes = planned[own].graph.shapes.values()
+        assert planned[own].resident >= 4 * sum(each.size for each in sizes)
+        planned[own].lower()
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "change", "said"),
+    [
+        ("gkd", "teacher=null", "gkd needs a teacher"),
+        ("opd", "teacher=null", "opd needs a teacher"),
         (
+            "opd",
             "teacher={source: null, files: x}",
-            2,
-            "files hold numbers for rows of data, and on_policy_toy samples",
+            "files hold numbers for rows of data, and opd samples",
         ),
-    ):
-        assert cli.train_main([*arguments, f"run.dir={tmp_path / 'refused'}", change]) == code
-        assert said in " ".join(capsys.readouterr().err.split())
+        ("grpo", "teacher=null", "grpo needs rewards"),
+        ("opd", "stages.0.algorithm.reward_coef=1", "opd needs rewards"),
+        ("gkd", "stages.0.algorithm.dynamic_batches=2", "chooses by rewards; set them"),
+        ("opd", "until={metric: reward/mean, at_least: 1}", "no `rewards` are configured"),
+    ],
+)
+def test_what_a_stage_that_samples_lacks_is_refused(
+    algorithm, change, said, finished, tmp_path, capsys
+):
+    change = change.replace("until", "stages.0.until")
+    arguments = [str(finished / "run.yml"), *sampling(algorithm), change]
+    assert cli.train_main([*arguments, f"run.dir={tmp_path / 'refused'}"]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_run_goes_on_with_the_teacher_of_its_first_steps_only(finished, tmp_path, capsys):

@@ -16,7 +16,9 @@ from policy.heads.features import by_number
 from policy.model import Graph, Model
 from rl.algorithms.distill import ALPHA, FEATURES, TEMPERATURE
 from rl.training.batch import Batch
-from rl.training.teacher import ModelTeacher, StoredTeacher
+from rl.training.teachers.frozen import FrozenModel
+from rl.training.teachers.teacher import ModelTeacher, StoredTeacher
+from rl.training.teachers.vocabulary import probability_outside
 from rl.training.trainer import Trainer
 from rl.training.weights import WeightGroup
 
@@ -40,7 +42,7 @@ def learner(model, teacher, algorithm="distill", steps=10, **keys):
     loss = rl.algorithms.get(made.algorithm.name, **made.algorithm.model_extra)
     frozen = None
     if teacher is not None:
-        frozen = ModelTeacher(teacher.graph, loss)
+        frozen = ModelTeacher(FrozenModel(teacher.graph), loss)
         frozen.params = teacher.params
     trainer = Trainer(model.graph, made, loss, teacher=frozen)
     return trainer, trainer.start(
@@ -356,7 +358,9 @@ def test_weights_of_few_bits_and_in_host_memory_compute_the_same_teacher():
     for weights, hosted in ((None, False), (None, True), ("int8", False), ("int8", True)):
         runtime = dataclasses.replace(experts().graph.runtime, host_parameters=hosted, remat="full")
         graph = Graph(experts().config, runtime, experts().graph.layout)
-        teacher = ModelTeacher(graph, rl.algorithms.get("distill"), seed=5, weights=weights)
+        teacher = ModelTeacher(
+            FrozenModel(graph, seed=5, stored_type=weights), rl.algorithms.get("distill")
+        )
         teacher.read()
         for path, abstract in teacher.abstract.items():
             same = jax.tree.map(
@@ -410,7 +414,7 @@ def test_alpha_and_temperature_follow_their_schedules():
 def test_the_probability_of_ids_that_the_teacher_lacks_is_measured():
     trainer, state = learner(wider(), dense(), options={"alpha": 1.0})
     data = batch()
-    outside = trainer.teacher.probability_outside(wider().graph, wider().params, data)
+    outside = probability_outside(wider().graph, wider().params, data, VOCAB)
     logits = np.asarray(wider().logits(data.tokens, segments=data.segments), np.float64)[:, :-1]
     p = np.exp(logits - logits.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)

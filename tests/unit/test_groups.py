@@ -21,9 +21,10 @@ from rl.stages.context import Progress
 from rl.stages.producers.curriculum_feedback import CurriculumFeedback
 from rl.stages.producers.dynamic import DynamicSampling
 from rl.stages.producers.interface import Producer
-from rl.stages.producers.scored import ReadyScores, ScoredGroup
+from rl.stages.producers.scored import ScoredGroup
 from rl.stages.sampling.unscored import check_scored
 from rollout import Completion
+from rollout.collect import ReadyScores
 from rollout.types import Turn
 
 

@@ -17,14 +17,13 @@ from rl.records import samples
 from rl.records.samples import STOP, TRAINED
 from rl.stages import online
 from rl.stages.inputs import StepData
-from rl.stages.producers.scored import ReadyScores
 from rl.stages.sampling import filters
 from rl.stages.sampling.batches import by_row, one_row_each, to_batch
 from rl.stages.sampling.metrics import generator_flops, group_metrics
 from rl.stages.sampling.records import sample_lines, token_records
 from rl.views.viewer.tokens import numbers
 from rollout import Completion
-from rollout.collect import Rollouts
+from rollout.collect import ReadyScores, Rollouts
 from rollout.types import Group, Kept, Segment, Trajectory, Turn
 
 NAN = None

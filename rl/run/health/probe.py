@@ -48,6 +48,7 @@ def before_first_step(run: Run, stage: StageKind) -> None:
         collected = partial(stage.collect, counted=False)
         problems = _problems(stage, count, has_media=run.tables is not None)
         result, _ = probe(stage.name, problems, params, collected, run.tokenizer)
+        result = replace(result, needs_rewards=stage.algorithm.needs_rewards)
     faults = [each.text for each in result.check()]
     if processes.first():
         text = json.dumps(result.to_json(), indent=1, ensure_ascii=False)
@@ -83,7 +84,7 @@ def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> Pro
             build.generator_options(config), record_values=False, record_routes=False, record_kept=0
         )
         generator = build.generator(config, model, prepared.tokenizer, options)
-        if stage.runner.sources:
+        if stage.runner is not None and stage.runner.sources:
             raise ConfigError(
                 "--probe: reward models are loaded in a run only; set run.probe, or leave them out"
             )
@@ -105,6 +106,7 @@ def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> Pro
             lambda problems, params, ids: collect(source, problems, params, ids, prompts=prompts),
             prepared.tokenizer,
         )
+        result = replace(result, needs_rewards=stage.algorithm.needs_rewards)
         return replace(result, logp_diff=_mean_logp_diff(model, made, params.temperature, table))
     finally:
         prepared.close()

@@ -34,10 +34,11 @@ class ProbeResult:
     """What the completions of a probe show.
 
     cut: share that ran into max_new_tokens. stops: share that ended with each stop. reward_mean,
-    reward_std: over the scored completions; None without one. scored: share with a score. signal:
-    share of groups whose rewards differ; None for groups of one. faults: failed scores. seconds:
-    time of the probe. logp_diff: mean difference of the log-probabilities of generator and trainer;
-    None where it was not measured.
+    reward_std: over the scored completions; None without one. scored: share with a score; None:
+    there are no reward functions. signal: share of groups whose rewards differ; None for groups of
+    one. faults: failed scores. seconds: time of the probe. logp_diff: mean difference of the
+    log-probabilities of generator and trainer; None where it was not measured. needs_rewards:
+    whether the stage learns from rewards.
     """
 
     stage: str
@@ -49,14 +50,15 @@ class ProbeResult:
     max_new_tokens: int
     reward_mean: float | None
     reward_std: float | None
-    scored: float
+    scored: float | None
     signal: float | None
     faults: int
     seconds: float
     logp_diff: float | None = None
+    needs_rewards: bool = True
 
     def lines(self) -> list[str]:
-        """Returns three lines: what was sampled, how completions ended, and their rewards."""
+        """Returns lines: what was sampled, how completions ended, and their rewards, if any."""
         ends = ", ".join(f"{name} {share:.0%}" for name, share in self.stops.items()) or "no stop"
         reward = (
             "no score"
@@ -74,7 +76,14 @@ class ProbeResult:
             f"{self.seconds:.1f} s{logp_diff}",
             f"  ended by {ends}; {self.cut:.0%} cut off at {self.max_new_tokens} tokens; mean "
             f"length {self.mean_length:.1f}",
-            f"  reward {reward}{signal}; {self.scored:.0%} have a score, {self.faults} faults",
+            *(
+                ()
+                if self.scored is None
+                else (
+                    f"  reward {reward}{signal}; {self.scored:.0%} have a score, "
+                    f"{self.faults} faults",
+                )
+            ),
         ]
 
     def check(self) -> list[Fault]:
@@ -90,6 +99,8 @@ class ProbeResult:
                     name="clipped completions",
                 )
             )
+        if self.scored is None or not self.needs_rewards:
+            return result
         if self.scored < 1 - MOST_UNSCORED:
             result.append(
                 Fault(
@@ -145,7 +156,7 @@ def probe(
         max_new_tokens=params.max_new_tokens,
         reward_mean=float(scored.mean()) if scored.size else None,
         reward_std=float(scored.std()) if scored.size else None,
-        scored=scored.size / len(trajectories),
+        scored=scored.size / len(trajectories) if scores.names else None,
         signal=float(np.mean(differ)) if params.n > 1 and differ else None,
         faults=len(scores.faults),
         seconds=time.perf_counter() - began,

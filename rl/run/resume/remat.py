@@ -151,7 +151,7 @@ def _update(stage: StageKind, state: StageState, resident: int, hosted: bool) ->
     gradients = 2 * sum(4 * shard_bytes(a) // a.dtype.itemsize for a in _trained(state))
     # Logits are kept until the gradient of the head; that of the layers comes after it.
     logits = kept_logits(graph, tokens)
-    if stage.teacher is not None and stage.trainer.teacher.compares_vocabulary:
+    if "teacher" in stage.inputs and stage.trainer.teacher.compares_vocabulary:
         logits += kept_logits(graph, tokens, sides=2)
     largest = max(tokens * sizes.working(length), logits)
     fixed = resident + gradients + largest + sizes.head(tokens)

@@ -28,8 +28,7 @@ from rl.records.run_files import sample_files
 from rl.records.samples import STOP, read_tokens
 from rl.records.schema import SampleRecord
 from rl.stages.producers.interface import Producer
-from rl.stages.producers.scored import ReadyScores
-from rollout.collect import Rollouts
+from rollout.collect import ReadyScores, Rollouts
 from rollout.text.spelling import decode_after
 from rollout.types import Group, Segment, Trajectory, Turn, from_versions
 
@@ -208,6 +207,8 @@ class Recorded(Producer):
     @cached_property
     def _names(self) -> tuple[str, ...]:
         """Returns the names of the reward functions of the stage."""
+        if self._stage.rewards is None:
+            return ()
         functions = self._stage.rewards.functions
         called = tuple((each.name, each.weight, each.options) for each in functions)
         return Runner(RunnerOptions(called)).names
@@ -283,7 +284,8 @@ class Recorded(Producer):
                 f"{sample.place} has {len(sample.tokens)} tokens, more than max_length "
                 f"({self._stage.config.max_length})"
             )
-        if record["rewards"].keys() != set(self._names):
+        rewarded = self._stage.rewards is not None
+        if rewarded and record["rewards"].keys() != set(self._names):
             self._refuse(
                 f"{sample.place} has scores of {', '.join(sorted(record['rewards']))}, and the "
                 f"rewards of the stage are {', '.join(sorted(self._names))}"
@@ -291,7 +293,10 @@ class Recorded(Producer):
 
     def _scores(self, records: Sequence[Mapping[str, Any]]) -> Scores:
         """Returns the recorded scores of the samples of a step, and their sums with the weights of
-        this stage. A score of null is NaN. A sample whose recorded sum is null has the sum NaN."""
+        this stage. A score of null is NaN. A sample whose recorded sum is null has the sum NaN. A
+        stage without rewards takes no scores."""
+        if self._stage.rewards is None:
+            return Scores.of_nothing(len(records))
         faults = [
             RewardFault(function, sample, kind, "", record["prompt"], record["completion"])
             for sample, record in enumerate(records)

@@ -16,7 +16,7 @@ from rewards import RewardFault, Scores
 from rewards.workers.rounding import all_equal
 from rewards.workers.scores import COUNTS, call_times, statistics
 from rl.errors import ModelError
-from rollout.collect import Rollouts
+from rollout.collect import ReadyScores, Rollouts
 from rollout.types import Completion, Group, Kept, ProblemLike, Trajectory
 
 if TYPE_CHECKING:
@@ -111,17 +111,6 @@ def _of_completion(problem: ProblemLike, plain: Mapping[str, Any], version: int)
     if kept is not None:
         fields["kept"] = Kept.ids_from_json(kept, len(plain["tokens"]))
     return Trajectory.of_completion(problem.ids, Completion(**fields), version)
-
-
-@dataclass(frozen=True)
-class ReadyScores:
-    """Scores that are computed already, as `PendingScores`."""
-
-    scores: Scores
-
-    def result(self) -> Scores:
-        """Returns the scores at once."""
-        return self.scores
 
 
 def split(rollouts: Rollouts) -> list[ScoredGroup]:

@@ -20,10 +20,7 @@ def faults(stage: StageKind) -> Iterator[Fault]:
     name = options.algorithm.name
     sampling = options.sampling
     if not stage.rewards:
-        yield Fault(
-            f"{name} needs rewards, here or for all stages (`rewards`)",
-            key=(*stage.path, "rewards"),
-        )
+        yield from _without_rewards(stage)
     if options.samples_per_prompt == 1 and (
         stage.algorithm.dynamic_batches or compares_groups(stage)
     ):
@@ -46,10 +43,31 @@ def faults(stage: StageKind) -> Iterator[Fault]:
         )
 
 
+def _without_rewards(stage: StageKind) -> Iterator[Fault]:
+    """Yields what a stage without rewards needs them for."""
+    where = "here or for all stages (`rewards`)"
+    if stage.algorithm.needs_rewards:
+        yield Fault(
+            f"{stage.options.algorithm.name} needs rewards, {where}", key=(*stage.path, "rewards")
+        )
+        return
+    choosers = {
+        ("algorithm", "dynamic_batches"): stage.algorithm.dynamic_batches,
+        ("curriculum",): stage.options.curriculum,
+    }
+    for key, value in choosers.items():
+        if value:
+            yield Fault(
+                f"chooses by rewards; set them, {where}, or leave it out", key=(*stage.path, *key)
+            )
+
+
 def compares_groups(stage: StageKind) -> bool:
     """Whether the algorithm learns from differences within groups alone: completions of a group
     with equal rewards have no advantage, and so has the only completion of a prompt."""
     algorithm = stage.algorithm
+    if not algorithm.needs_rewards:
+        return False
     G = stage.options.samples_per_prompt
     shape = (2, G, 1)
     # A penalty in the rewards differs between completions.

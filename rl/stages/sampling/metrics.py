@@ -41,7 +41,8 @@ def sampled_metrics(
 
 def group_metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:
     """Returns rewards and lengths of a step, also by source, by the names of docs/metrics.md. If
-    nothing was scored, `reward/mean` is NaN, and the other statistics of rewards are absent.
+    nothing was scored, `reward/mean` is NaN, and the other statistics of rewards are absent. Without
+    reward functions all of them are.
 
     drafted: adds the tokens that drafts gained.
     """
@@ -53,14 +54,15 @@ def group_metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[
     ended = np.asarray([not trajectory.truncated for trajectory in trajectories])
     statistics = reward_statistics(totals)
     result = {
-        "reward/mean": float("nan") if statistics is None else statistics.mean,
-        "reward/unscored": float(np.sum(~np.isfinite(totals))),
         "completion/mean_length": float(lengths.mean()),
         "completion/min_length": float(lengths.min()),
         "completion/max_length": float(lengths.max()),
         "completion/truncated_ratio": float(1 - ended.mean()),
         "time/sample": rollouts.seconds,
     }
+    if scores.names:
+        result["reward/mean"] = float("nan") if statistics is None else statistics.mean
+        result["reward/unscored"] = float(np.sum(~np.isfinite(totals)))
     counts = rollouts.counts
     if counts is not None:
         # Of the rows of all decoding steps, those that produced a token.

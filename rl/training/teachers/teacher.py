@@ -15,39 +15,32 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import qwix
+from jax.typing import ArrayLike
 
 from policy import modes
 from policy.attention.sequence_shards import FlatRows
 from policy.cache.paths import before, scored
 from policy.cache.step import Step
-from policy.config import StoredType
 from policy.decoder import Decoder
-from policy.fields.config_fields import UnsupportedModel
 from policy.heads import head
 from policy.heads.divergence import DivergenceOutputs, top_divergence
 from policy.heads.features import by_number, feature_loss, pairs_of
-from policy.huggingface import model_directory
-from policy.huggingface.tensorfiles import ModelFileError
 from policy.intermediates import Aux
-from policy.mesh import processes
-from policy.mesh.sharding import block_on_cpu_mesh, constrain
+from policy.mesh.sharding import constrain
 from policy.model import Graph
-from policy.ops.host_memory import fetch, in_host_memory
 from policy.ops.parameter import MatrixDims
-from policy.ops.quantization import TYPES, quantize
 from policy.programs.compiled_cache import CompiledCache
 from rl.accounting.flops import Operations
 from rl.algorithms import PolicyInputs
 from rl.algorithms._protocols import TeacherLoss
-from rl.errors import ModelError
 from rl.training.batch import Batch
+from rl.training.teachers.frozen import FrozenModel
+from rl.training.teachers.vocabulary import known_ids
 from rl.training.weights import Weights
 
 COMPARED = (
@@ -63,11 +56,13 @@ COMPARED = (
 
 @dataclass(frozen=True)
 class Student:
-    """The policy of a micro-batch: its graph, its weights, and the outputs of its pass."""
+    """The policy of a micro-batch: its graph, its weights, the outputs of its pass, and the
+    temperature of its log-probabilities."""
 
     graph: Graph
     params: dict[str, jax.Array]
     aux: Aux
+    temperature: ArrayLike = 1.0
 
 
 class Teacher(ABC):
@@ -127,31 +122,6 @@ class Teacher(ABC):
         policy's own."""
         return graph.config.vocab_size
 
-    def probability_outside(
-        self, graph: Graph, params: dict[str, jax.Array], batch: Batch
-    ) -> float:
-        """Returns the probability that the policy gives to ids beyond `vocabulary`, the mean over
-        the tokens that are trained on."""
-        vocabulary = self.vocabulary(graph)
-
-        @jax.jit
-        def run(params, tokens, segments):
-            step = modes.make_step(tokens, segments=segments)
-            with graph.precision():
-                decoder = graph.decoder(params)
-                states = before(decoder(tokens, step, None, graph.runtime)[0])
-                logits = modes.logits(decoder, states, graph.runtime)
-                return 1.0 - jnp.exp(
-                    jax.nn.logsumexp(logits[..., :vocabulary], -1) - jax.nn.logsumexp(logits, -1)
-                )
-
-        total = 0.0
-        for row in range(len(batch.tokens)):  # one at a time: its logits are all there
-            arrays = batch.tokens[row : row + 1], batch.segments[row : row + 1]
-            mass = processes.on_host(block_on_cpu_mesh(run(params, *arrays), graph.layout))
-            total += float((mass * batch.mask[row]).sum())
-        return total / max(1, np.count_nonzero(batch.mask))
-
     @abstractmethod
     def compare(
         self, student: Student, micro: Batch, inputs: PolicyInputs, weights: Weights
@@ -179,75 +149,20 @@ class Teacher(ABC):
 class ModelTeacher(Teacher):
     """A frozen model of any family on the mesh of the run."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        algorithm: TeacherLoss,
-        directory: Path | None = None,
-        seed: int = 0,
-        weights: StoredType | None = None,
-    ):
-        """Reads nothing yet.
-
-        directory: of the weights; None: they are drawn from `seed`. weights: the type in which
-        weights of products are stored; None: the type of the graph.
-        """
+    def __init__(self, frozen: FrozenModel, algorithm: TeacherLoss):
+        """Reads nothing yet."""
         super().__init__(algorithm)
+        self.frozen = frozen
+        graph = frozen.graph
         self.graph = graph.with_runtime(record=("mixed",)) if algorithm.has_features else graph
         self._flops = Operations(graph)
-        self._directory = directory
-        self._seed = seed
-        self._stored_type = weights
 
-    @functools.cached_property
+    @property
     def abstract(self) -> Mapping[str, Any]:
-        return {path: self._abstract(path) for path in self.graph.paths}
-
-    def _abstract(self, path: str) -> Any:
-        shape = self.graph.shapes[path]
-        sharding = self.graph.sharding(path)
-        axes = self.graph.axes[path]
-        array = jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-        if self._stored_type is None or path not in self.graph.inputs:
-            return array
-        inputs = self.graph.inputs[path]
-        qtype = TYPES[self._stored_type]
-        made = jax.eval_shape(lambda a: quantize(a, qtype, inputs), shape)
-        # A scale has length 1, and so no axis, in the dimensions that products sum over. It is
-        # small: it stays on the device where the values live in host memory.
-        scale_axes = tuple(None if dim in inputs else axis for dim, axis in enumerate(axes))
-        values = self.graph.layout.sharding(axes, made.qvalue.shape)
-        values = in_host_memory(values) if path in self.graph.hosted else values
-        scale = self.graph.layout.sharding(scale_axes, made.scale.shape)
-        return replace(
-            made,
-            qvalue=jax.ShapeDtypeStruct(made.qvalue.shape, made.qvalue.dtype, sharding=values),
-            scale=jax.ShapeDtypeStruct(made.scale.shape, made.scale.dtype, sharding=scale),
-        )
+        return self.frozen.abstract
 
     def _read(self) -> dict[str, Any]:
-        if self._directory is None:
-            drawn = self.graph.init(self._seed)
-            params = {path: self._stored(path, drawn.pop(path)) for path in self.graph.paths}
-        else:
-            try:
-                params, _ = model_directory.read_weights(
-                    self._directory, self.graph, convert=self._stored
-                )
-            except (ModelFileError, UnsupportedModel) as error:
-                raise ModelError(f"teacher {self._directory}: {error}") from None
-        return block_on_cpu_mesh(params, self.graph.layout)
-
-    def _stored(self, path: str, array: jax.Array) -> Any:
-        """Returns a weight in the form in which it is kept, so that only one is there as floats
-        too."""
-        abstract = self.abstract[path]
-        if not isinstance(abstract, qwix.QArray):
-            return array
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-        qtype = TYPES[cast(StoredType, self._stored_type)]
-        inputs = self.graph.inputs[path]
-        return jax.jit(lambda a: quantize(fetch(a), qtype, inputs), out_shardings=shardings)(array)
+        return self.frozen.read()
 
     def with_recorded_outputs(self, graph: Graph) -> Graph:
         return (
@@ -321,9 +236,11 @@ class ModelTeacher(Teacher):
         self, student: Student, micro: Batch, inputs: PolicyInputs, weights: Weights
     ) -> PolicyInputs:
         # its own routes, and no dropout
-        step = modes.make_step(micro.tokens, segments=micro.segments, tree=micro.tree)
+        tokens = known_ids(micro.tokens, self.graph)
+        step = modes.make_step(tokens, segments=micro.segments, tree=micro.tree)
         with self.graph.precision():
-            decoder, hidden, aux = self.states(weights.teacher, micro.tokens, step)
+            decoder, hidden, aux = self.states(weights.teacher, tokens, step)
+        temperature = self.algorithm.temperature_of(inputs)
         with student.graph.precision():
             assert student.aux.states is not None  # log-probabilities were computed from them
             outputs = modes.compare(
@@ -332,7 +249,7 @@ class ModelTeacher(Teacher):
                 decoder,
                 before(hidden, micro.tree),
                 self.algorithm.divergence_spec,
-                self.algorithm.temperature_of(inputs),
+                student.temperature if temperature is None else temperature,
                 student.graph.runtime,
             )
         if student.graph.config.vocab_size <= self.graph.config.vocab_size:
@@ -421,6 +338,7 @@ class StoredTeacher(Teacher):
     ) -> PolicyInputs:
         graph = student.graph
         temperature = self.algorithm.temperature_of(inputs)
+        temperature = student.temperature if temperature is None else temperature
         rows = FlatRows(graph.runtime.layout, *micro.tokens.shape)
         ids = micro.teacher_ids
         top = micro.teacher_top
