@@ -10,21 +10,29 @@ from policy.fields.names import Stored
 
 ARCHITECTURES = ("GraniteMoeForCausalLM",)
 MODEL_TYPES = ("granitemoe",)
-NAMES = (
-    names.ATTENTION
-    | names.joined(
-        "feed_forward.",
-        ("expert_gate_proj", "expert_up_proj"),
-        "block_sparse_moe.input_linear.weight",
-        "x f+ e -> x e f",
-    )
-    | {
-        "feed_forward.expert_down_proj": Stored(
-            "block_sparse_moe.output_linear.weight", "x e f -> x f e"
-        ),
-        "feed_forward.router.weight": Stored("block_sparse_moe.router.layer.weight", "x e -> e x"),
-    }
-)
+# transformers 5 holds the experts under other names, which adapters have.
+_PARTS = ("expert_gate_proj", "expert_up_proj")
+NAMES = names.ATTENTION | {
+    **{
+        f"feed_forward.{part}": Stored(
+            "block_sparse_moe.input_linear.weight",
+            "x f+ e -> x e f",
+            _PARTS,
+            also=(Stored("block_sparse_moe.experts.gate_up_proj", "x f+ e -> x e f", _PARTS),),
+        )
+        for part in _PARTS
+    },
+    "feed_forward.expert_down_proj": Stored(
+        "block_sparse_moe.output_linear.weight",
+        "x e f -> x f e",
+        also=(Stored("block_sparse_moe.experts.down_proj", "x e f -> x f e"),),
+    ),
+    "feed_forward.router.weight": Stored(
+        "block_sparse_moe.router.layer.weight",
+        "x e -> e x",
+        also=(Stored("block_sparse_moe.router.weight", "x e -> e x"),),
+    ),
+}
 
 # The values of absent keys, by the class of transformers.
 DEFAULTS = granite.DEFAULTS | {"num_local_experts": 8, "num_experts_per_tok": 2}

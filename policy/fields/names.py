@@ -262,6 +262,15 @@ def _parse(layout: str) -> tuple[tuple[_Axis, ...], tuple[str, ...]]:
     return tuple(axes), order
 
 
+def stored_axes(layout: str) -> tuple[list[tuple[str, str]], str]:
+    """Splits a layout into its stored axes, each as (text, letters), and our letters in order:
+    "(h d) e -> e h d" is ([("(h d)", "hd"), ("e", "e")], "ehd")."""
+    axes, ours = _parse(layout)
+    texts = [match[0] for match in _AXIS.finditer(layout.partition(" -> ")[0])]
+    pairs = zip(texts, axes, strict=True)
+    return [(text, "".join(axis.letters)) for text, axis in pairs], "".join(ours)
+
+
 def joined(module: str, parts: tuple[str, ...], name: str, layout: str) -> Table:
     """Creates the entries of `parts` ("q_proj", ...) of `module` ("mixer.") that share the stored
     tensor `name`."""

@@ -91,7 +91,7 @@ class StoredWeight:
         """Checks the tensors of a layer of the weight, without reading their numbers. Raises
         ModelFileError for one that is missing or of another shape or kind of numbers."""
         stored = self._spelling(files, layer)
-        shape = self._stored_shape(stored)
+        shape = self.stored_shape(stored)
         integers = np.issubdtype(self.graph.shapes[self.path].dtype, np.integer)
         tensors = self.names(files, layer)
         if stored.sharded and tensors[0] in files:
@@ -117,7 +117,7 @@ class StoredWeight:
                 f"expected {shape[0]} by config.json"
             )
 
-    def _stored_shape(self, stored: names.Stored) -> names.Shape:
+    def stored_shape(self, stored: names.Stored) -> names.Shape:
         """Returns the shape of a stored tensor."""
         parts = self.parts(stored)
         shapes = [self.shape(path, stored) for path in parts]
@@ -176,7 +176,7 @@ class StoredWeight:
             return (present or [self.stored])[0]
 
         def fits(stored: names.Stored) -> bool:
-            return self._stored_shape(stored) == files.shape(self.name(stored, layer))
+            return self.stored_shape(stored) == files.shape(self.name(stored, layer))
 
         return next(filter(fits, same_name), same_name[0])
 
@@ -540,7 +540,7 @@ def write(
         )
     every = itertools.chain(_stored(graph, params), (tensors or {}).items())
     if source is None:
-        every = _wrapped(config, hf, every)
+        every = wrapped(config, hf, every)
     else:
         is_part = "text_config" in families.single_model(hf)
         hf = hf if is_part else json.loads(config.hf)
@@ -573,7 +573,7 @@ def _portable(hf: dict, dtype: str) -> dict:
     return result
 
 
-def _wrapped(
+def wrapped(
     config: DecoderConfig, hf: dict, tensors: Iterable[tuple[str, np.ndarray]]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors under the names that they have in the files of the model that `hf`

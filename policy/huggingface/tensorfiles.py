@@ -24,6 +24,7 @@ _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
 _LFS = b"version https://git-lfs.github.com/spec/"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 INTEGERS = {"I32": np.int32, "I64": np.int64}
 CODES = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu, "U8": np.uint8}
@@ -52,8 +53,9 @@ class _Entry:
 class TensorFiles:
     """The tensors of `directory`, under the names that `rename` returns.
 
-    The files are model.safetensors, else the files that the index lists, else those of one save;
-    and `extra_files`. `unread` holds the names of the tensors that were not read yet. Raises
+    The files are model.safetensors, else the files that the index lists, else those of one save,
+    without the adapter of PEFT that may lie with them; and `extra_files`. `only`: the one file to
+    read instead. `unread` holds the names of the tensors that were not read yet. Raises
     ModelFileError for files that are missing, damaged or of several saves.
     """
 
@@ -63,8 +65,10 @@ class TensorFiles:
         rename: Callable[[str], str] = str,
         scheme: Scheme | None = None,
         extra_files: Sequence[str] = (),
+        only: str | None = None,
     ):
         self.directory = Path(directory)
+        self._only = only
         self._scheme = scheme
         self._entries: dict[str, _Entry] = {}
         self._maps: dict[Path, np.memmap] = {}
@@ -85,7 +89,7 @@ class TensorFiles:
         """Returns the file of each tensor by the index; none if there is no index, or one file that
         holds all."""
         index = self.directory / INDEX
-        if (self.directory / SINGLE).exists() or not index.exists():
+        if self._only or (self.directory / SINGLE).exists() or not index.exists():
             return {}
         refuse_lfs_pointer(index)
         try:
@@ -95,11 +99,14 @@ class TensorFiles:
             raise ModelFileError(f"{index}: not an index with a weight_map: {error}") from None
 
     def _paths(self, file_of: dict[str, str]) -> list[Path]:
+        if self._only is not None:
+            return [self.directory / self._only]
         if (single := self.directory / SINGLE).exists():
             return [single]
         if file_of:
             return [self.directory / name for name in sorted(set(file_of.values()))]
-        paths = sorted(self.directory.glob("*.safetensors"))
+        files = sorted(self.directory.glob("*.safetensors"))
+        paths = [file for file in files if file.name != ADAPTER]
         if not paths:
             raise ModelFileError(
                 f"{self.directory}: no *.safetensors file{_other_weights(self.directory)}"

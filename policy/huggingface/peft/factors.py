@@ -1,0 +1,244 @@
+"""How PEFT stores the factors of an adapter, by the layout of the weight that they adapt.
+
+For a Linear with weight [out, in] PEFT stores A [r, in] and B [out, r]. Of experts in one tensor it
+stores A [X r, in], the expert slowest, and B [out, r X], the expert fastest; peft 0.17 and 0.18
+took a tensor [X, out, in] for [X, in, out], so that their A is our B. The axes of a layout
+(policy/fields/names.py) say which stored axis has the inputs: "(h d) e -> e h d" gives A
+"r e -> e r" and B "(h d) r -> r h d".
+
+Our factors are a [layers?, counts?, in..., r] and b [layers?, counts?, r, out...], DoRA's lengths
+[layers?, counts?, out...]; the axes that are neither in nor out count matrices, such as experts.
+L layers, X experts, V vocabulary, E hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import ascii_lowercase
+from typing import NamedTuple
+
+import numpy as np
+
+from policy.fields import names
+from policy.huggingface.model_directory import StoredWeight
+from policy.huggingface.peft.targets import EMBEDDING, HEAD
+from policy.model import Graph
+from policy.ops.parameter import MatrixDims
+
+
+def matrix_dims(graph: Graph, path: str) -> MatrixDims:
+    """Returns the dimensions of a weight that an adapter takes for inputs (rows) and outputs
+    (columns). An embedding [V, E] reads V numbers, a head [V, E] reads E."""
+    if path == EMBEDDING:
+        return MatrixDims((0,), (1,))
+    if path == HEAD:
+        return MatrixDims((1,), (0,))
+    return graph.matrices[path]
+
+
+class FactorShapes(NamedTuple):
+    """The shapes of the arrays of an adapted weight."""
+
+    a: names.Shape
+    b: names.Shape
+    lengths: names.Shape
+
+
+def factor_shapes(graph: Graph, path: str, rank: int) -> FactorShapes:
+    """Returns the shapes of a, b and of DoRA's lengths of a weight, with factors for each
+    expert."""
+    shape = graph.shapes[path].shape
+    rows, columns = matrix_dims(graph, path)
+    lead = tuple(size for dim, size in enumerate(shape) if dim not in rows + columns)
+    inputs = tuple(shape[dim] for dim in rows)
+    outputs = tuple(shape[dim] for dim in columns)
+    return FactorShapes((*lead, *inputs, rank), (*lead, rank, *outputs), (*lead, *outputs))
+
+
+class Pair(NamedTuple):
+    """The factors of one weight, in our layout or as they are stored; `lengths` are DoRA's."""
+
+    a: np.ndarray
+    b: np.ndarray
+    lengths: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The stored forms of the factors of one stored tensor: `a`, `b` and `lengths` are the layouts
+    of the tensors that hold ours. `swapped`: PEFT's A holds our b.
+
+    `shapes` are the shapes of our weights, one for each part of the tensor, with `letters` for
+    their dimensions; `rank_letter` stands for the rank. `experts`: how many matrices the tensor has
+    along an axis of its own, 1 without such an axis.
+    """
+
+    a: names.Stored
+    b: names.Stored
+    lengths: names.Stored
+    letters: str
+    rank_letter: str
+    shapes: tuple[names.Shape, ...]
+    experts: int
+    swapped: bool = False
+
+    @property
+    def parts(self) -> int:
+        """The number of our weights in the stored tensor."""
+        return len(self.shapes)
+
+    @property
+    def shares_inputs(self) -> bool:
+        """Whether all parts read the same inputs, so that they may share A."""
+        return not self.a.parts
+
+    def rank(self, stored: Pair) -> int:
+        """Returns the rank of stored factors."""
+        return stored.a.shape[0] // self.experts
+
+    def fits(self, stored: Pair) -> bool:
+        """Returns whether tensors have the shapes of these factors."""
+        if stored.a.ndim != 2 or stored.b.ndim != 2 or stored.a.shape[0] % self.experts:
+            return False
+        return (stored.a.shape, stored.b.shape) == self.stored_shapes(self.rank(stored))
+
+    def stored_shapes(self, rank: int) -> tuple[names.Shape, names.Shape]:
+        """Returns the shapes of the tensors A and B of an adapter of `rank`."""
+        a = self._stored_shape(self.a, rank)
+        b = self._stored_shape(self.b, rank)
+        return (b, a) if self.swapped else (a, b)
+
+    def split(self, stored: Pair) -> list[Pair]:
+        """Returns the factors of each part in our layout, without layers and numbered experts."""
+        rank = self.rank(stored)
+        a, b = (stored.b, stored.a) if self.swapped else (stored.a, stored.b)
+        lengths: list = [None] * self.parts
+        if stored.lengths is not None:
+            lengths = self._split(self.lengths, stored.lengths.reshape(-1), 0)
+        pairs = zip(
+            self._split(self.a, a, rank), self._split(self.b, b, rank), lengths, strict=True
+        )
+        return [Pair(*pair) for pair in pairs]
+
+    def join(self, pairs: Sequence[Pair]) -> Pair:
+        """Returns the stored tensors of the factors of all parts, which have one rank and, if they
+        read the same inputs, one A."""
+        a = self._join(self.a, [pair.a for pair in pairs])
+        b = self._join(self.b, [pair.b for pair in pairs])
+        lengths = [pair.lengths for pair in pairs if pair.lengths is not None]
+        first, second = (b, a) if self.swapped else (a, b)
+        return Pair(first, second, self._join(self.lengths, lengths) if lengths else None)
+
+    def our_shapes(self, stored: names.Stored, rank: int) -> list[names.Shape]:
+        """Returns the shapes of our arrays that a stored tensor holds, one for each part."""
+        order = names.stored_axes(stored.layout)[1]
+        shapes = []
+        for shape in self.shapes[: max(1, len(stored.parts))]:
+            sizes = dict(zip(self.letters, shape, strict=True)) | {self.rank_letter: rank}
+            shapes.append(tuple(sizes[letter] for letter in order))
+        return shapes
+
+    def _stored_shape(self, stored: names.Stored, rank: int) -> names.Shape:
+        shapes = self.our_shapes(stored, rank)
+        return stored.block(shapes, 0, (slice(None),) * len(shapes[0])).shape
+
+    def _split(self, stored: names.Stored, tensor: np.ndarray, rank: int) -> list[np.ndarray]:
+        shapes = self.our_shapes(stored, rank)
+        arrays = []
+        for part, shape in enumerate(shapes):
+            block = stored.block(shapes, part, (slice(None),) * len(shape))
+            arrays.append(block.finish(tensor[block.index]))
+        return arrays if len(arrays) == self.parts else arrays * self.parts
+
+    def _join(self, stored: names.Stored, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return stored.join(arrays[: max(1, len(stored.parts))])
+
+
+# Families whose experts are [X, in, out] in transformers 5 without its mark `is_transposed`, so that
+# PEFT since 0.19 takes their inputs for outputs.
+_UNMARKED = ("llama4",)
+
+
+def is_swapped(place: StoredWeight, stored: names.Stored, is_old: bool) -> bool:
+    """Returns whether PEFT takes the inputs of experts in one parameter for outputs: before 0.19
+    (`is_old`) those of [X, out, in]."""
+    form = factors(place, stored)
+    if form is None or form.experts == 1:
+        return False
+    axes = names.stored_axes(stored.layout or "x i o")[0]
+    outputs = form.lengths.layout.split(" -> ")[0]
+    if stored.layout and axes[1][0] == outputs:
+        return is_old
+    return not is_old and place.graph.config.family in _UNMARKED
+
+
+def factors(place: StoredWeight, stored: names.Stored, swapped: bool = False) -> Factors | None:
+    """Returns the stored forms of an adapter of the tensor `stored` of a weight, or None if such a
+    tensor has none: norms, biases, convolutions and parameters of two axes that are no module's
+    weight. `swapped`: as peft 0.17 and 0.18 stored those of a tensor [X, out, in]; None for a
+    tensor without an axis of experts."""
+    graph = place.graph
+    paths = place.parts(stored)
+    if any(path not in graph.matrices and path not in (EMBEDDING, HEAD) for path in paths):
+        return None
+    skipped = (place.layers is not None) + stored.numbered
+    shapes = tuple(graph.shapes[path].shape[skipped:] for path in paths)
+    axes, ours = names.stored_axes(stored.layout or " ".join(ascii_lowercase[: len(shapes[0])]))
+    dims = matrix_dims(graph, place.path)
+    rows = {ours[dim - skipped] for dim in dims.rows}
+    columns = {ours[dim - skipped] for dim in dims.columns}
+    fused = len(axes) == 3 and len(axes[0][1]) == 1 and axes[0][1] not in rows | columns
+    if len(axes) - fused != 2 or not (fused or stored.name.endswith(".weight")):
+        return None
+    reads = [axis for axis in axes[fused:] if rows & set(axis[1])]
+    writes = [axis for axis in axes[fused:] if columns & set(axis[1])]
+    if len(reads) != 1 or len(writes) != 1 or reads == writes or (swapped and not fused):
+        return None
+    return _factors(
+        _Sides(reads[0], writes[0], axes[0][1] if fused else "", stored.parts),
+        ours,
+        columns,
+        shapes,
+        swapped,
+    )
+
+
+class _Sides(NamedTuple):
+    """The stored axes of inputs and outputs, each as (text, letters), the letter of the axis of
+    experts, and the parts."""
+
+    reads: tuple[str, str]
+    writes: tuple[str, str]
+    expert: str
+    parts: tuple[str, ...]
+
+    def form(self, name: str, text: str, order: str) -> names.Stored:
+        """Returns the layout of a tensor that has an axis of inputs or outputs."""
+        marked = "+" in text or "*" in text
+        return names.Stored(name, f"{text} -> {' '.join(order)}", self.parts if marked else ())
+
+
+def _factors(
+    sides: _Sides, ours: str, columns: set[str], shapes: tuple[names.Shape, ...], swapped: bool
+) -> Factors:
+    rank = next(letter for letter in ascii_lowercase if letter not in ours)
+    expert = sides.expert
+    reads, inputs = sides.reads
+    writes, outputs = sides.writes
+    slow = f"({expert} {rank})" if expert else rank  # the axis of A's rows
+    fast = f"({rank} {expert})" if expert else rank  # the axis of B's columns
+    groups = "".join(letter for letter in ours if letter in outputs and letter not in columns)
+    a_order = expert + "".join(letter for letter in ours if letter in inputs) + rank
+    results = "".join(letter for letter in ours if letter in outputs and letter in columns)
+    b_order = expert + groups + rank + results
+    return Factors(
+        a=sides.form("a", f"{reads} {fast}" if swapped else f"{slow} {reads}", a_order),
+        b=sides.form("b", f"{slow} {writes}" if swapped else f"{writes} {fast}", b_order),
+        lengths=sides.form("lengths", writes, groups + results),
+        letters=ours,
+        rank_letter=rank,
+        shapes=shapes,
+        experts=shapes[0][ours.index(expert)] if expert else 1,
+        swapped=swapped,
+    )

@@ -1,0 +1,111 @@
+"""Merges an adapter into its base weights: W + scale B A, for DoRA with the lengths of its outputs'
+weights set to the trained ones. The sum is computed in float32 and then cast."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from string import ascii_lowercase
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import qwix
+
+from policy.adapter_spec import AdapterSpec
+from policy.huggingface.peft.factors import matrix_dims
+from policy.huggingface.peft.targets import EMBEDDING, HEAD
+from policy.model import Graph
+from policy.ops.parameter import MatrixDims
+
+# The names of the arrays of an adapted weight P: P.lora_a, P.lora_b and, with DoRA, P.magnitude.
+A = "lora_a"
+B = "lora_b"
+LENGTHS = "magnitude"
+# |change| / |W| below which bfloat16 loses a sixth of the change and more.
+SMALL_CHANGE = 1e-2
+
+
+class MergeError(ValueError):
+    """Raised for an adapter that no set of weights of the model is equal to."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Weights with an adapter merged into them, and for each adapted weight |change| / |W|, the
+    Frobenius norms over all layers."""
+
+    params: dict[str, jax.Array]
+    changes: dict[str, float]
+
+    @property
+    def lost_in_bfloat16(self) -> dict[str, float]:
+        """The changes so small that bfloat16 loses a good part of them; none where the weights are
+        stored in more bits."""
+        return {
+            path: change
+            for path, change in self.changes.items()
+            if 0 < change < SMALL_CHANGE and self.params[path].dtype == jnp.bfloat16
+        }
+
+
+def merged(graph: Graph, spec: AdapterSpec, params: Mapping[str, Any]) -> Merged:
+    """Merges the adapter in `params`, which has the weights of `graph` and the arrays of the
+    adapter by path. Quantised weights are dequantised first. Raises MergeError for an adapter of
+    the embedding of a tied head."""
+    adapted = [path for path in graph.paths if f"{path}.{A}" in params]
+    if graph.config.tied_head and {EMBEDDING, HEAD} & set(adapted):
+        raise MergeError(
+            "embedding and head of this model are one table: an adapter of one of its uses cannot "
+            "be merged into it"
+        )
+    result = {path: params[path] for path in graph.paths}
+    changes = {}
+    for path in adapted:
+        weight = params[path]
+        if isinstance(weight, qwix.QArray):
+            weight = qwix.dequantize(weight)
+        sum_, change = _merge(
+            weight,
+            params[f"{path}.{A}"],
+            params[f"{path}.{B}"],
+            params.get(f"{path}.{LENGTHS}") if spec.dora else None,
+            matrix_dims(graph, path),
+            spec.scale,
+        )
+        result[path] = sum_.astype(graph.shapes[path].dtype)
+        changes[path] = float(change)
+    return Merged(result, changes)
+
+
+def _merge(weight, a, b, lengths, dims: MatrixDims, scale: float):
+    """Returns (merged weight in float32, |change| / |W|)."""
+    weight = jnp.asarray(weight, jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        change = scale * product(
+            jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), dims, jnp.einsum
+        )
+    total = weight + change
+    if lengths is not None:
+        norms = jnp.sqrt(jnp.square(total).sum(dims.rows, keepdims=True))
+        total *= jnp.expand_dims(jnp.asarray(lengths, jnp.float32), dims.rows) / norms
+        change = total - weight
+    size = jnp.sqrt(jnp.square(weight).sum())
+    return total, jnp.sqrt(jnp.square(change).sum()) / jnp.where(size == 0, math.inf, size)
+
+
+def product(a, b, dims: MatrixDims, einsum: Callable):
+    """Returns B A in the shape of the weight with dimensions `dims`: a [counts?, in..., r] times b
+    [counts?, r, out...]. A factor without the dimensions that count matrices is that of each."""
+    rows, columns = dims
+    counts = max(a.ndim - 1 - len(rows), b.ndim - 1 - len(columns))
+    letters = ascii_lowercase[: counts + len(rows) + len(columns)]
+    rank = "z"
+    inputs = "".join(letters[dim] for dim in rows)
+    outputs = "".join(letters[dim] for dim in columns)
+    lead = "".join(letter for letter in letters if letter not in inputs + outputs)
+    # Of several leading dimensions, a shared factor lacks the last: that of the experts.
+    a_lead = lead[: a.ndim - 1 - len(rows)]
+    b_lead = lead[: b.ndim - 1 - len(columns)]
+    return einsum(f"{a_lead}{inputs}{rank},{b_lead}{rank}{outputs}->{letters}", a, b)
