@@ -2,6 +2,7 @@
 leaves out a part of an adapter."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -237,3 +238,16 @@ def test_config_has_what_vllm_reads(tmp_path):
             config["rank_pattern"].values(), config["alpha_pattern"].values(), strict=True
         )
     )
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "adapters"
+
+
+@pytest.mark.parametrize("folder", sorted(FIXTURES.glob("*-*")), ids=lambda folder: folder.name)
+def test_files_of_each_version_of_peft(folder):
+    made = json.loads((folder / "base.json").read_text())
+    ours = base(made["kind"], **made["keys"])
+    adapter = read_adapter(folder, ours.ours.graph, ours.weights)
+    result = merged(ours.ours.graph, adapter.spec, ours.ours.params | adapter.params)
+    got = ours.logits(result.params)[:, -1]
+    np.testing.assert_allclose(got, np.load(folder / "logits.npy"), atol=1e-4)
