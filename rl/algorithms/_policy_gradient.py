@@ -188,9 +188,14 @@ class PolicyGradient(Sampled):
                 "old_logp: sampler excludes correction and rejection: the ratio already measures "
                 "from the sampler"
             )
-        if self.reference_every and "ref_logp" not in self.inputs:
+        if self.reference_every and not self.may_have_reference:
             raise ValueError("reference_every: there is no reference model without a KL term")
         return self
+
+    @property
+    def may_have_reference(self) -> bool:
+        """Whether a stage can have a reference model: for a KL term, or as a teacher."""
+        return "ref_logp" in self.inputs
 
     @property
     def _drops(self) -> bool:

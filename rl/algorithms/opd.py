@@ -54,6 +54,11 @@ class Algorithm(GroupRelative, Clipped):
         return self.reward_coef > 0
 
     @property
+    def may_have_reference(self) -> bool:
+        """Whether a stage can have a reference model: it may be the teacher."""
+        return True
+
+    @property
     def inputs(self) -> frozenset[str]:
         """Returns the inputs of the loss, and the log-probabilities that the advantages compare."""
         policy = {"old_logp"} if self.old_logp == "trainer" else set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -188,18 +189,36 @@ class TeacherOptions(Strict):
     (`distill`)."""
 
     shorthand: ClassVar[str | None] = "source"
-    exactly_one: ClassVar[tuple[str, ...]] = ("source", "files")
+    exactly_one: ClassVar[tuple[str, ...]] = ("source", "files", "sources")
+    belongs_to: ClassVar[Mapping[str, tuple[str, ...]]] = {"sources": ("by",)}
 
     source: Annotated[str | None, HOME] = Field(
         default=None,
         description="Hugging Face directory with the tokenizer of the run, the directory of a "
         "finished run, or a model on the hub; or the name of a file in configs/models/ (random "
-        "weights, to try a configuration)",
+        "weights, to try a configuration). opd also: policy, the policy before the updates of the "
+        "step; reference, the policy at the start of the stage, or as `reference_every` renews it",
     )
     files: Annotated[str | None, HOME] = Field(
         default=None,
         description="directory that `rl teach` wrote; the run then loads no teacher; see "
         "distillation.md",
+    )
+    sources: dict[str, Annotated[str, HOME]] | None = Field(
+        default=None,
+        description="opd: several teachers; value of the column `by` -> source. Each completion is "
+        "scored by one",
+    )
+    by: str | None = Field(default=None, description="column of the data that names the teacher")
+    prompt: str | None = Field(
+        default=None,
+        description="opd: the prompt that the teacher reads, in place of the text of the prompt or "
+        "of its last user message. {prompt} stands for that text, {completion} for the "
+        "demonstration, {success} for another completion of the group with a reward of at least "
+        "correct_at, {NAME} for a column of the data",
+    )
+    correct_at: float = Field(
+        default=1.0, description="reward from which on a completion is a {success}"
     )
     overrides: Annotated[dict[str, Any], FINITE] = Field(
         default={},
@@ -217,3 +236,31 @@ class TeacherOptions(Strict):
         default=False,
         description="its weights live in host memory; one layer at a time is on the device",
     )
+
+    @model_validator(mode="after")
+    def _chosen_by_a_column(self):
+        if (self.sources is None) != (self.by is None):
+            raise ValueError("`sources` and `by` go together: value of the column -> source")
+        if self.sources is not None and not self.sources:
+            raise ValueError("`sources` names no teacher")
+        return self
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the teacher is the policy itself, or the reference of the stage."""
+        return self.source in ("policy", "reference")
+
+    @property
+    def models(self) -> list[TeacherOptions]:
+        """Returns the options of each model that a stage loads, with one `source`."""
+        if self.sources is not None:
+            one = {"sources": None, "by": None}
+            names = sorted(set(self.sources.values()))
+            return [self.model_copy(update={"source": name, **one}) for name in names]
+        return [] if self.source is None or self.is_own else [self]
+
+    @property
+    def label(self) -> str:
+        """Returns what messages call the teacher: its source, its files or its sources."""
+        names = self.source or self.files or sorted(set((self.sources or {}).values()))
+        return names if isinstance(names, str) else ", ".join(names)

@@ -169,13 +169,18 @@ class DataReader:
         """Raises ConfigError or ModelError for a teacher that reads other ids than the run or ends
         texts elsewhere.
 
-        options: None, or files: nothing is checked. stop_token_ids: further ids that end a
+        options: None, files, or the policy itself: nothing is checked. stop_token_ids: further ids that end a
         completion of the stage.
         """
-        if options is not None and options.files is None:
+        for each in () if options is None else options.models:
             teachers.check_teacher(
-                options, self.tokenizer, tuple({*self.stop_ids, *stop_token_ids}), self._used
+                each, self.tokenizer, tuple({*self.stop_ids, *stop_token_ids}), self._used
             )
+
+    def prompt_ids(self, example: Example) -> list[int]:
+        """Returns the token ids of the prompt of an example. Raises DataError for one that cannot
+        be encoded."""
+        return self._problem(example).ids
 
     def reward_runner(self, settings: RewardSettings, problems: Sequence[Problem]) -> Runner:
         """Returns the workers that score these problems and those of the evaluation with these

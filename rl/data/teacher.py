@@ -54,6 +54,10 @@ def identity(options: TeacherOptions) -> str:
 
     Raises ModelError if there is no such model, ConfigError if there are no such files.
     """
+    if options.is_own:
+        return f"the {options.source} itself"
+    if options.sources is not None:
+        return hashlib.sha256(" ".join(map(identity, options.models)).encode()).hexdigest()
     if options.files is not None:
         directory = Path(options.files)
         pattern = "*"
@@ -91,7 +95,7 @@ def decoder_of(options: TeacherOptions) -> DecoderConfig:
 def decoders_of(options: TeacherOptions | None) -> list[DecoderConfig]:
     """Returns the decoders of the teachers that a stage runs; [] without options and for files.
     Raises as `decoder_of`."""
-    return [] if options is None or options.files is not None else [decoder_of(options)]
+    return [] if options is None else [decoder_of(each) for each in options.models]
 
 
 def faults(
@@ -106,6 +110,7 @@ def faults(
     path: the key of the teacher. student: the decoder of the policy, if it can be read. A teacher
     that is not there yet has no fault: `check_teacher` and the start of the stage refuse it.
     """
+    yield from _form_faults(path, options, algorithm)
     if options.files is not None:
         for key in ("overrides", "dtype", "weights", "host_memory"):
             if getattr(options, key):
@@ -128,6 +133,44 @@ def faults(
             )
             yield Fault(f"{text}; set temperature: 1.0, or tail: renormalise", key=(*path, "files"))
         return
+    for each in options.models:
+        yield from _model_faults(path, each, algorithm, student, max_length)
+
+
+def _form_faults(path: Key, options: TeacherOptions, algorithm: Any) -> Iterator[Fault]:
+    """Yields what an algorithm cannot take as a teacher, whatever the models."""
+    compared = "teacher" in algorithm.inputs
+    forms = {"sources": options.sources, "prompt": options.prompt, "source": options.is_own}
+    for key, value in forms.items():
+        if value and compared:
+            yield Fault(
+                f"the updates of {algorithm.name} contain one other model, which reads what the "
+                "policy reads; leave it out, or use opd",
+                key=(*path, key),
+            )
+    if not options.is_own:
+        return
+    for key in ("overrides", "dtype", "weights", "host_memory"):
+        if getattr(options, key):
+            yield Fault(
+                f"the teacher is the {options.source}, whose weights the run has; leave this out",
+                key=(*path, key),
+            )
+    if options.source == "policy" and options.prompt is None and not compared:
+        yield Fault(
+            "the policy teaches itself nothing after its own prompt; give `prompt`",
+            key=(*path, "source"),
+        )
+
+
+def _model_faults(
+    path: Key,
+    options: TeacherOptions,
+    algorithm: Any,
+    student: DecoderConfig | None,
+    max_length: int,
+) -> Iterator[Fault]:
+    """Yields the faults of one model."""
     if options.overrides and options.source not in sources.presets():
         yield Fault(
             f"{options.source} is no file in configs/models/; only random weights take overrides",

@@ -169,7 +169,7 @@ class Run(Context):
             and checkpoint.get("teacher", self.teacher) != self.teacher
         ):
             raise ModelError(
-                f"teacher {options.source or options.files}: its files have changed since the "
+                f"teacher {options.label}: its files have changed since the "
                 f"first steps of {stage.name} (config.json, or the weights). Restore them, or "
                 "start a new run in another run.dir"
             )

@@ -27,6 +27,7 @@ from rl.accounting.program_names import ProgramName
 from rl.stages.sampling.batches import by_row, one_row_each
 from rl.stages.sampling.params import greedy_params
 from rl.stages.sampling.staleness import stale_tokens
+from rl.stages.sampling.teacher_rows import teacher_logprobs
 from rl.stages.scorers import teacher_program_name
 from rl.stages.shapes import abstract_batch, abstract_rows, with_structure
 from rl.stages.stage import Program, StageKind
@@ -193,13 +194,14 @@ def programs(stage: StageKind, state: RunState, routes: dict | None) -> Iterator
         return Program(kind, (R, T), lower, trainer.graph, weights, times)
 
     table = stage.table_shapes
-    if ProgramName.LOGPROBS in called:
+    own_teacher = stage.teacher is not None and stage.teacher.is_own
+    if ProgramName.LOGPROBS in called or own_teacher:
         weights = Weights(policy=state.policy.params, media_table=table)
         yield program(
             ProgramName.LOGPROBS,
             weights,
             micro.routes,
-            passes * in_every_step.count(ProgramName.LOGPROBS),
+            passes * (in_every_step.count(ProgramName.LOGPROBS) + own_teacher),
         )
     for scorer in stage.teacher_scorers:
         read = micro.replace(mask=None, prompt=None, routes=None, kept=None)
@@ -329,17 +331,21 @@ def ref_logp(stage: StageKind, data: StepData) -> None:
     data.metrics["time/ref"] = span.seconds
 
 
-@provides("teacher_logp", when=MODEL_PASSES)
+def _teacher_without_rewards(stage: StageKind) -> bool:
+    """Whether the teacher can score completions before their rewards are there."""
+    prompt = stage.teacher_prompt
+    return prompt is None or not prompt.reads_success
+
+
+@provides("teacher_logp", when=MODEL_PASSES, needed=_teacher_without_rewards)
 def teacher_logp(stage: StageKind, data: StepData) -> None:
-    """Log-probabilities of the tokens under a teacher, at the temperature of sampling. It is another
-    model, whose routers choose experts themselves, and its distribution is over all ids, whatever
-    the filters of the sampler left."""
-    trainer = stage.trainer
-    (scorer,) = stage.teacher_scorers
+    """Log-probabilities of the tokens under a teacher, at the temperature of sampling, after the
+    prompt that it reads. It is another model, whose routers choose experts themselves, and its
+    distribution is over all ids, whatever the filters of the sampler left."""
+    assert data.rollouts is not None
+    totals = None if data.scores is None else data.scores.total
     with stage.context.timeline.span("log-probabilities of the teacher") as span:
-        packing, R = trainer.packing_of(data.batch, trainer.row_history)
-        data.teacher_logp = scorer(data.batch, packing, R)
-    trainer.add_flops(scorer.flops, packing, passes=1)
+        data.teacher_logp = teacher_logprobs(stage, data.state, data.batch, data.rollouts, totals)
     data.metrics["time/teacher"] = span.seconds
 
 
@@ -418,16 +424,20 @@ def token_kl(stage: StageKind, data: StepData) -> None:
 @provides("teacher_kl", when=REWARDS)
 def teacher_kl(stage: StageKind, data: StepData) -> None:
     """Adds the arguments `mask`, float[P,G,T], and `teacher_kl`, float[P,G,T]: old_logp -
-    teacher_logp of each token of the mask, else 0. Its mean is the sampled reverse KL.
+    teacher_logp of each token of the mask that a teacher scored, else 0. Its mean is the sampled
+    reverse KL.
     """
     completion_mask(stage, data)
+    if data.teacher_logp is None:
+        teacher_logp(stage, data)
     batch = data.batch
     assert data.teacher_logp is not None
-    difference = np.where(batch.mask != 0, batch.old_logp - data.teacher_logp, 0.0)
+    trained_NT = batch.mask != 0
+    scored_NT = trained_NT & np.isfinite(data.teacher_logp)
+    difference = np.where(scored_NT, batch.old_logp - np.nan_to_num(data.teacher_logp), 0.0)
     data.arguments["teacher_kl"] = difference.reshape(data.arguments["mask"].shape)
-    data.metrics["distill/reverse_kl"] = float(
-        difference.sum() / max(1, np.count_nonzero(batch.mask))
-    )
+    data.metrics["distill/reverse_kl"] = float(difference.sum() / max(1, scored_NT.sum()))
+    data.metrics["distill/scored"] = float(scored_NT.sum() / max(1, trained_NT.sum()))
 
 
 @provides("correct", when=REWARDS, fields=("correct",))

@@ -91,6 +91,7 @@ NAMES = (
     "distill/forward_kl",
     "distill/reverse_kl",
     "distill/jsd",
+    "distill/scored",
     "distill/agreement",
     "distill/student_entropy",
     "distill/teacher_entropy",

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rl.accounting.program_names import ProgramName
+from rl.cluster.launch import raise_on_all
 from rl.errors import Fault
 from rl.stages import inputs
 from rl.stages.inputs import StepData
@@ -27,6 +29,8 @@ from rl.stages.sampling.staleness import (
     stale_tokens,
     staleness,
 )
+from rl.stages.sampling.teacher_prompt import TeacherPrompt
+from rl.stages.sampling.teacher_rows import check_rows
 from rl.stages.sampling.unscored import check_scored
 from rl.stages.scorers import abstract_teacher, teacher_scorers
 from rl.stages.shapes import abstract_batch, abstract_rows, update_programs
@@ -117,7 +121,20 @@ class Stage(StageKind["RunState"]):
         self.read_rows(reader)
         self.prepare_rewards(reader, list(self.rows.own))
         reader.check_teacher(self.teacher, self.options.sampling.stop_token_ids)
+        self._prepare_teacher(reader)
         reader.check_words(self.options.sampling.bad_words, f"stages.{self.index}.sampling")
+
+    def _prepare_teacher(self, reader: DataReader) -> None:
+        """Makes the prompt that a teacher reads. Raises DataError for rows that no teacher scores,
+        or whose prompt it cannot read."""
+        options = self.teacher
+        if options is None:
+            return
+        if options.prompt is not None:
+            self.teacher_prompt = TeacherPrompt(options.prompt, reader.prompt_ids)
+        room = self.config.max_length - self.options.sampling.max_new_tokens
+        own = list(self.rows.own)
+        raise_on_all(partial(check_rows, options, self.teacher_prompt, own, room))
 
     def problems(self) -> list:
         return list(self.rows.own) if self.calls_generator else []
@@ -131,7 +148,7 @@ class Stage(StageKind["RunState"]):
             self.options,
             self.algorithm,
             self.config.seed,
-            state=inputs.state_of(self.inputs),
+            state=self._state,
             temperature=self.options.sampling.temperature,
             returns_tokens=True,
             teacher=abstract_teacher(self.config, compared, self.algorithm, graph.layout),
@@ -141,6 +158,12 @@ class Stage(StageKind["RunState"]):
         if "teacher_logp" in self.inputs:
             temperature = self.options.sampling.temperature
             self.teacher_scorers = teacher_scorers(self.config, self.teacher, temperature, graph)
+
+    @property
+    def _state(self) -> set[str]:
+        """Returns the parts of a RunState besides the policy: what inputs read, and a teacher."""
+        own = self.teacher is not None and self.teacher.source == "reference"
+        return inputs.state_of(self.inputs) | ({"reference"} if own else set())
 
     def programs(self, routes: dict | None, values: bool) -> Iterator[Program]:
         state = self.abstract()

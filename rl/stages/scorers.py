@@ -195,10 +195,10 @@ def load_teachers(
 
     Raises ModelError.
     """
-    if options is None:
+    if options is None or options.is_own:
         return
-    if options.source is not None:
-        teachers.directory_of(options, weights=True)  # downloads those of the hub
+    for each in options.models:
+        teachers.directory_of(each, weights=True)  # downloads those of the hub
     with span("loading the teacher"):
         for each in loaded:
             each.read()
@@ -224,7 +224,7 @@ def check_outside(
     outside = probability_outside(graph, params, batch, vocabulary)
     if outside > MOST_OUTSIDE:
         raise ModelError(
-            f"teacher {options.source} has {vocabulary} ids, the policy {own}, and gives "
+            f"teacher {options.label} has {vocabulary} ids, the policy {own}, and gives "
             f"those beyond a probability of {outside:.2g} (most: {MOST_OUTSIDE:g}); the "
             "divergence does not see them. Train the policy on texts first (sft), or use models "
             "of the same width"
@@ -240,9 +240,15 @@ def teacher_scorers(
     """
     from rl.training.teachers.scorer import TeacherScorer
 
-    frozen = frozen_teacher(config, options, policy.layout)
-    assert options.source is not None  # files are refused in a stage that samples
-    return [TeacherScorer(options.source, frozen, temperature, policy.config.vocab_size)]
+    return [
+        TeacherScorer(
+            str(each.source),
+            frozen_teacher(config, each, policy.layout),
+            temperature,
+            policy.config.vocab_size,
+        )
+        for each in options.models
+    ]
 
 
 def _directory(source: str, weights: bool = False) -> Path:

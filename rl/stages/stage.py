@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from rl.config.stage import StageOptions
     from rl.data.reader import DataReader
     from rl.stages.context import Context
+    from rl.stages.sampling.teacher_prompt import TeacherPrompt
     from rl.training.batch import Batch
     from rl.training.media.tables import ExpandedAt, StepTable
     from rl.training.packing.trees import Sharing
@@ -115,8 +116,10 @@ class StageKind(StageWithRows, Generic[State]):
         self.runner: Any = None
         # Reward models, by their names in the rewards.
         self.scorers: dict[str, RewardModelScorer] = {}
-        # Teachers that score completions before the updates.
+        # Teachers that score completions before the updates, and the prompt that they read (None:
+        # that of the policy).
         self.teacher_scorers: list[TeacherScorer] = []
+        self.teacher_prompt: TeacherPrompt | None = None
         self.trainer: Any = None
         # Of pictures and sounds, in a plan of a run with them.
         self.table_shapes: MediaTable | None = None

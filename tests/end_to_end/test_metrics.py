@@ -28,7 +28,7 @@ ASKED_FOR = (
     *("sampler/kept_mean", "sampler/kept_overflow"),
 )
 REWARD_MODELS = ("time/reward_models",)
-TEACHERS = ("time/teacher",)  # test_teacher_runs.py
+TEACHERS = ("time/teacher", "distill/scored")  # test_teacher_runs.py
 RESHARDED = ("time/sync",)
 HELD_OUT = ("held_out/<metric>", "time/held_out")  # test_held_out.py
 SOURCES = (

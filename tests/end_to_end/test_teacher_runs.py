@@ -142,6 +142,64 @@ def test_the_policy_learns_from_a_teacher_on_its_own_samples_without_rewards(
     launch.assert_same_run(run, again)
 
 
+HINT = {"source": "reference", "prompt": "{answer}={prompt}"}
+SUCCESS = {"source": "policy", "prompt": "{success}{prompt}", "correct_at": -1.0}
+
+
+@pytest.mark.parametrize(
+    ("teacher", "options", "more"),
+    [
+        (HINT, {"reference_every": 1, "reference_mix": 0.1}, []),
+        pytest.param(SUCCESS, {}, ["rewards.functions=[exact_answer]"], marks=pytest.mark.slow),
+    ],
+    ids=["a hint, by the mean of the weights", "a success of the group"],
+)
+def test_the_policy_is_its_own_teacher_after_another_prompt(
+    teacher, options, more, finished, tmp_path
+):
+    """A run that is cut off goes on to the same bits."""
+    own = f"teacher={json.dumps({'files': None} | teacher)}"
+    arguments = [str(finished / "run.yml"), own, "max_length=24", *more]
+    arguments += sampling({"name": "opd"} | options)
+    run, again = tmp_path / "run", tmp_path / "again"
+    assert cli.train_main([*arguments, f"run.dir={run}"]) == 0
+    rows = metrics_of(run)
+    assert all(row["distill/scored"] == 1.0 and row["time/teacher"] > 0 for row in rows)
+    assert all(row["optim/grad_norm"] > 0 for row in rows)
+    shutil.copytree(run, again)
+    shutil.rmtree(again / "export")
+    for made in sorted((again / "checkpoints").iterdir())[2:]:
+        shutil.rmtree(made)
+    assert cli.train_main([*arguments, f"run.dir={again}"]) == 0
+    launch.assert_same_run(run, again)
+
+
+@pytest.mark.slow
+def test_a_column_names_the_teacher_of_a_row(finished, tmp_path):
+    """With the teacher of one source for all values, the run is the one of that source."""
+    saved(tmp_path / "other", TEACHER, 7)
+    rows = [{"prompt": f"{n}+1=", "kind": "xy"[n % 2]} for n in range(8)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    first, other = str(finished / "teacher"), str(tmp_path / "other")
+    losses = {}
+    for name, sources in (("one", [first, first]), ("two", [first, other])):
+        column = {"source": None, "by": "kind", "sources": dict(zip("xy", sources, strict=True))}
+        arguments = [
+            str(finished / "run.yml"),
+            f"data={json.dumps({'task': None, 'path': str(data)})}",
+            f"teacher={json.dumps(column)}",
+            *sampling("opd"),
+        ]
+        assert cli.train_main([*arguments, f"run.dir={tmp_path / name}"]) == 0
+        losses[name] = [row["loss"] for row in metrics_of(tmp_path / name)]
+    arguments[2] = f"teacher={first}"
+    assert cli.train_main([*arguments, f"run.dir={tmp_path / 'source'}"]) == 0
+    source = [row["loss"] for row in metrics_of(tmp_path / "source")]
+    np.testing.assert_allclose(losses["one"], source, rtol=1e-5)
+    assert abs(np.array(losses["two"]) - source).max() > 1e-3
+
+
 @pytest.mark.parametrize("algorithm", ["gkd", "opd"])
 def test_a_plan_counts_the_teacher_of_a_stage_that_samples(algorithm, finished, tmp_path):
     """Within the update, or as a program of its own."""
@@ -173,6 +231,12 @@ def test_a_plan_counts_the_teacher_of_a_stage_that_samples(algorithm, finished, 
         ("opd", "stages.0.algorithm.reward_coef=1", "opd needs rewards"),
         ("gkd", "stages.0.algorithm.dynamic_batches=2", "chooses by rewards; set them"),
         ("opd", "until={metric: reward/mean, at_least: 1}", "no `rewards` are configured"),
+        ("opd", "teacher=policy", "teaches itself nothing after its own prompt; give `prompt`"),
+        ("gkd", "teacher=reference", "contain one other model"),
+        ("gkd", "teacher.prompt=Hint {prompt}", "contain one other model"),
+        ("opd", "teacher={source: policy, prompt: x, weights: int8}", "whose weights the run has"),
+        ("opd", "teacher={source: policy, prompt: '{success}'}", "is told by rewards"),
+        ("opd", "stages.0.algorithm.reference_every=1", "there is no reference model"),
     ],
 )
 def test_what_a_stage_that_samples_lacks_is_refused(

@@ -423,3 +423,14 @@ def test_the_probability_of_ids_that_the_teacher_lacks_is_measured():
     assert trainer.teacher.vocabulary(wider().graph) == VOCAB
     _, metrics = updated(trainer, state, data)
     np.testing.assert_allclose(metrics["distill/outside"], expected, rtol=1e-4)
+
+
+def test_ids_that_only_the_policy_has_do_not_spoil_the_loss():
+    """A sample may hold an id that is padding in the policy's vocabulary, and none of the
+    teacher's."""
+    trainer, state = learner(wider(), dense(), "gkd")
+    data = batch()
+    data = data.replace(tokens=np.where(data.tokens % 5 == 0, VOCAB + 3, data.tokens))
+    arrays, metrics = updated(trainer, state, data)
+    assert all(np.isfinite(value) for value in metrics.values()), metrics
+    assert all(np.isfinite(array).all() for array in arrays.values())

@@ -21,6 +21,15 @@ def faults(stage: StageKind) -> Iterator[Fault]:
     sampling = options.sampling
     if not stage.rewards:
         yield from _without_rewards(stage)
+    has_reference = "ref_logp" in stage.inputs or (
+        stage.teacher is not None and stage.teacher.source == "reference"
+    )
+    if stage.algorithm.reference_every and not has_reference:
+        yield Fault(
+            "there is no reference model: set kl_coef, or teacher.source: reference",
+            key=(*stage.path, "algorithm", "reference_every"),
+        )
+    yield from _success_faults(stage)
     if options.samples_per_prompt == 1 and (
         stage.algorithm.dynamic_batches or compares_groups(stage)
     ):
@@ -60,6 +69,20 @@ def _without_rewards(stage: StageKind) -> Iterator[Fault]:
             yield Fault(
                 f"chooses by rewards; set them, {where}, or leave it out", key=(*stage.path, *key)
             )
+
+
+def _success_faults(stage: StageKind) -> Iterator[Fault]:
+    """Yields what a teacher lacks whose prompt shows another completion of the group."""
+    if stage.teacher is None or "{success}" not in (stage.teacher.prompt or ""):
+        return
+    path = (*stage.path, "teacher") if stage.options.teacher else ("teacher",)
+    if not stage.rewards:
+        yield Fault("{success} is told by rewards: set `rewards`", key=(*path, "prompt"))
+    if stage.options.samples_per_prompt == 1:
+        yield Fault(
+            "{success} is another completion of the prompt; use 2 or more",
+            key=(*stage.path, "samples_per_prompt"),
+        )
 
 
 def compares_groups(stage: StageKind) -> bool:
