@@ -15,7 +15,7 @@ from typing import Literal
 
 from policy.media import Tower
 from policy.options import option
-from policy.runtime import Quantization, Runtime, StoredType
+from policy.runtime import Quantization, Runtime, StoredType, WeightType
 from policy.specs import (
     Activation,
     Attention,
@@ -106,6 +106,7 @@ __all__ = [
     "Stack",
     "StoredType",
     "Unrotated",
+    "WeightType",
     "YarnScaling",
 ]
 

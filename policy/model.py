@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from policy.mesh.sharding import Layout
 from policy.ops.host_memory import belongs_there, fetch, in_host_memory
 from policy.ops.parameter import Constant, MatrixDims, RowTable
 from policy.ops.seeds import checked_seed
+from policy.programs.quantized_weights import QuantizedWeight
 from policy.programs.scoring import Scorer, documents, media_of
 from policy.remat import saved
 
@@ -47,7 +48,9 @@ class Graph:
 
     Weights are a flat dict from path ("stacks.0.layers.0.mixer.q_proj") to array, in any order.
     `matrices` has the dimensions of the weights that products read. `inputs` names those that may
-    be quantised, with the dimensions that their products sum over.
+    be quantised, with the dimensions that their products sum over. With `Runtime.base_weights`
+    these are `quantized`: each is stored as a `qwix.QArray` (policy/programs/quantized_weights.py).
+    `shapes` and `sharding` are those of floats, `abstract` those of what is stored.
     """
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
@@ -86,6 +89,7 @@ class Graph:
             for path, v in zip(self.paths, variables, strict=True)
             if path in self.matrices and v.get_metadata("quantizable")
         }
+        self.quantized = frozenset(self.inputs if runtime.base_weights is not None else ())
         self.untrained = frozenset(
             p for p, v in zip(self.paths, variables, strict=True) if isinstance(v, Constant)
         )
@@ -130,10 +134,40 @@ class Graph:
         sharding = self.layout.sharding(self.axes[path], self.shapes[path].shape)
         return in_host_memory(sharding) if path in self.hosted else sharding
 
+    def quantized_weight(self, path: str) -> QuantizedWeight:
+        """Returns how one of the `quantized` weights is stored."""
+        kind = self.runtime.base_weights
+        assert kind is not None, "no weight is stored quantised"
+        return QuantizedWeight(
+            self.shapes[path].shape,
+            self.shapes[path].dtype,
+            self.axes[path],
+            self.inputs[path],
+            kind,
+            self.runtime.base_block,
+            self.layout,
+            path in self.hosted,
+        )
+
     @property
-    def shardings(self) -> dict[str, jax.sharding.NamedSharding]:
-        """Returns the sharding of each weight."""
-        return {path: self.sharding(path) for path in self.paths}
+    def abstract(self) -> dict[str, Any]:
+        """Returns the shape, dtype and sharding of each weight as it is stored, by path."""
+        floats = {
+            path: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=self.sharding(path))
+            for path, shape in self.shapes.items()
+            if path not in self.quantized
+        }
+        return floats | {path: self.quantized_weight(path).abstract for path in self.quantized}
+
+    @property
+    def shardings(self) -> dict[str, Any]:
+        """Returns the sharding of each weight as it is stored, by path."""
+        return {path: self._stored_sharding(path) for path in self.paths}
+
+    def _stored_sharding(self, path: str) -> Any:
+        if path in self.quantized:
+            return self.quantized_weight(path).shardings
+        return self.sharding(path)
 
     def decoder(self, params: dict[str, jax.Array]) -> Decoder:
         """Returns the module with these arrays; to be called inside a jitted function. Weights in
@@ -156,7 +190,7 @@ class Graph:
         runtime = self.runtime
         if runtime.quantization is not None:  # rounds what is stored
             return params
-        unchanged = self.hosted | (params.keys() - self.inputs.keys())
+        unchanged = self.hosted | self.quantized | (params.keys() - self.inputs.keys())
         return {
             path: array if path in unchanged else array.astype(runtime.dtype)
             for path, array in params.items()
@@ -170,16 +204,38 @@ class Graph:
         )
 
     def init(self, seed: int, paths: Collection[str] | None = None) -> dict[str, jax.Array]:
-        """Draws random weights from `seed`, each created where it lives; the numbers do not depend
-        on the mesh. With `paths` only these weights, with the numbers that they have among all."""
+        """Draws random weights from `seed`, each created where it lives and as it is stored; the
+        numbers do not depend on the mesh. With `paths` only these weights, with the numbers that they have among all."""
         chosen = self.paths if paths is None else paths
+        params = self._drawn(seed, [path for path in chosen if path not in self.quantized])
+        for group in self._of_similar_size(path for path in chosen if path in self.quantized):
+            floats = self._drawn(seed, group)
+            params |= {path: self.quantized_weight(path).of(floats.pop(path)) for path in group}
+        return params
+
+    def _of_similar_size(self, paths: Iterable[str]) -> list[list[str]]:
+        """Groups paths so that the weights of a group have no more numbers together than the
+        largest weight: their floats exist at the same time."""
+        groups: list[list[str]] = []
+        sizes = {path: math.prod(self.shapes[path].shape) for path in paths}
+        room = 0
+        for path, size in sizes.items():
+            if size > room:
+                groups.append([])
+                room = max(sizes.values())
+            groups[-1].append(path)
+            room -= size
+        return groups
+
+    def _drawn(self, seed: int, paths: Collection[str]) -> dict[str, Any]:
+        """Draws the floats of these weights."""
 
         def create(key):
             decoder = Decoder(self.config, nnx.Rngs(key))
             leaves = dict(zip(self.paths, jax.tree.leaves(nnx.state(decoder)), strict=True))
-            return {path: leaves[path].astype(self.shapes[path].dtype) for path in chosen}
+            return {path: leaves[path].astype(self.shapes[path].dtype) for path in paths}
 
-        shardings = {path: self.sharding(path) for path in chosen}
+        shardings = {path: self.sharding(path) for path in paths}
         # The program runs once. On CPU this level compiles it in 0.4 of the time, to the same bits.
         options = {"xla_backend_optimization_level": 1} if self.layout.platform == "cpu" else None
         with nnx.use_eager_sharding(False):
@@ -322,7 +378,7 @@ class Model:
         pictures do not go with the runtime.
         """
         tokens, step = self._arguments(tokens, positions, segments, (media, turns, until))
-        inputs = (tokens, temperature, *jax.tree.leaves(step), *self.params.values())
+        inputs = (tokens, temperature, *jax.tree.leaves((step, self.params)))
         spans = None
         if not any(isinstance(a, Tracer) for a in inputs):
             spans = documents(

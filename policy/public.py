@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import replace
 from typing import Literal
 
 import jax
 
 from policy import families
-from policy.config import DecoderConfig, Runtime
+from policy.config import DecoderConfig, Runtime, WeightType
 from policy.huggingface import sources
 from policy.json_types import JsonObject
 from policy.mesh import processes
@@ -29,17 +30,23 @@ def create(
     *,
     runtime: Runtime | None = None,
     mesh: Layout | None = None,
+    base_weights: WeightType | None = None,
+    base_block: int | None = 64,
 ) -> Model:
     """Creates a model with random weights drawn from `seed`, 0 to 2^32 - 1.
 
     `config` is a DecoderConfig or the name of a file in configs/models/. `runtime` (default: both
     dtypes are `dtype`) holds the options of the computation, `mesh` (default: one device) the
-    devices and the rules for sharding. Raises UnsupportedModel for an unknown name and
+    devices and the rules for sharding. With `base_weights` the weights of products are stored
+    quantised, as `qwix.QArray`s in `Model.params`, with a scale for each block of `base_block`
+    numbers along their inputs (None: for each output): for a model whose weights nothing trains.
+    Embedding, head, routers and norms stay floats. Raises UnsupportedModel for an unknown name and
     compatibility.Conflict for incompatible features.
     """
     if isinstance(config, str):
         config = sources.preset(config)
-    graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
+    runtime = _runtime(runtime, dtype, base_weights, base_block)
+    graph = Graph(config, runtime, mesh or _one_device())
     return Model(graph, graph.init(seed))
 
 
@@ -53,6 +60,8 @@ def load(
     seed: int = 0,
     missing: Literal["refuse", "fresh"] = "refuse",
     media: bool = False,
+    base_weights: WeightType | None = None,
+    base_block: int | None = 64,
 ) -> Model:
     """Loads the model of a Hugging Face directory (config.json and safetensors).
 
@@ -60,8 +69,9 @@ def load(
     `{"multi_token_prediction": {"depth": 1}}` loads the prediction module that files of DeepSeek-V3
     hold as layer 61. If config.json announces no such modules and no file holds a part of one, they
     start fresh, as `create` draws them with `seed`. With `missing` "fresh" modules that are
-    announced, or that follow those in the files, start fresh too. `dtype`, `runtime` and `mesh` are
-    as for `create`. `media`: with the towers of a multimodal model, which make the rows of pictures
+    announced, or that follow those in the files, start fresh too. `dtype`, `runtime`, `mesh`,
+    `base_weights` and `base_block` are as for `create`; weights are quantised layer by layer as
+    they are read. `media`: with the towers of a multimodal model, which make the rows of pictures
     and sounds (Model.encode); such a model is saved as a multimodal one. Raises UnsupportedModel
     for a configuration that the decoder does not compute and ModelFileError for files that are
     damaged, lack a tensor or hold an unexpected one.
@@ -69,7 +79,8 @@ def load(
     from policy.huggingface import model_directory
 
     config = sources.read_config(directory, sections, media=media)
-    graph = Graph(config, runtime or Runtime(dtype=dtype, param_dtype=dtype), mesh or _one_device())
+    runtime = _runtime(runtime, dtype, base_weights, base_block)
+    graph = Graph(config, runtime, mesh or _one_device())
     params, newly_initialized = model_directory.read_weights(
         directory, graph, missing=missing, seed=seed
     )
@@ -84,6 +95,7 @@ def save(
     source: str | os.PathLike | None = None,
 ) -> None:
     """Writes a Hugging Face directory that transformers loads with no missing or unexpected keys.
+    Of weights that are stored quantised it writes the floats by which products multiply.
 
     `generation` holds the keys of its generation_config.json (`eos_token_id`, `temperature`, ...);
     None: no such file is written. `source`: the directory that the model was loaded from, to write
@@ -107,6 +119,15 @@ def save(
     model_directory.write(directory, model.graph, model.params, source=source)
     if generation is not None and processes.first():
         generation_config.write(directory, generation)
+
+
+def _runtime(
+    runtime: Runtime | None, dtype: Dtype, base_weights: WeightType | None, base_block: int | None
+) -> Runtime:
+    runtime = runtime or Runtime(dtype=dtype, param_dtype=dtype)
+    if base_weights is None:
+        return runtime
+    return replace(runtime, base_weights=base_weights, base_block=base_block)
 
 
 def _lacks_towers(config: DecoderConfig) -> bool:

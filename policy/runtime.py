@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Quantization = Literal["int8", "fp8", "fp8_full"]
 # Types of stored weights and cache entries; fp8 is e4m3.
 StoredType = Literal["int8", "int4", "fp8"]
+# Types of weights that no stage trains; nf4 is NormalFloat-4 (arXiv 2305.14314).
+WeightType = Literal["int8", "int4", "fp8", "nf4"]
 # Outputs of a layer that a call can report besides its result.
 Recorded = Literal["hidden", "mixed", "activations", "selection", "routes"]
 
@@ -25,6 +27,9 @@ class Runtime:
     """The options of a decoder's computation, by topic.
 
     Types. `dtype` is the type of activations, `param_dtype` the type of trained weights.
+    `base_weights` is the type in which the weights of products are stored that nothing trains, with
+    a scale for each block of `base_block` numbers (policy/programs/quantized_weights.py); None:
+    `param_dtype`.
     `quantization` is the rule by which products with weights are computed in few bits
     (policy/ops/quantization.py).
 
@@ -148,6 +153,8 @@ class Runtime:
         description="type in which layers multiply; fp8: e4m3, fp8_full: gradients in e5m2; "
         "weights keep param_dtype",
     )
+    base_weights: WeightType | None = None
+    base_block: int | None = 64
     layout: Layout | None = None
 
     @property

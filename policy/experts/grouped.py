@@ -16,10 +16,11 @@ of an expert.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import qwix
 
 from policy.config import Runtime
 from policy.ops.linear import Weight, linear, ragged_linear
@@ -186,7 +187,8 @@ def product(
     """Computes rows[m] @ weights[group of m] + bias[group of m] in the rows' dtype: [M, F]."""
     if plan.block_group is not None:
         blocks = rows_ME.reshape(plan.block_group.shape[0], -1, rows_ME.shape[-1])
-        weights = cast(jax.Array, weights_GEF).astype(rows_ME.dtype)
+        weights: Any = weights_GEF
+        weights = weights if isinstance(weights, qwix.QArray) else weights.astype(rows_ME.dtype)
         out = linear("bre,bef->brf", blocks, weights[plan.block_group], runtime)
         out = out.reshape(rows_ME.shape[0], -1)
     else:

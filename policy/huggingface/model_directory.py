@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+import qwix
 
 from policy import families
 from policy.config import DecoderConfig, LayerSpec, Runtime
@@ -26,8 +26,10 @@ from policy.huggingface.quantized import Scheme
 from policy.huggingface.tensorfiles import INDEX, SINGLE, ModelFileError, TensorFiles
 from policy.mesh import processes
 from policy.mesh.sharding import layout
+from policy.mesh.shards import Shard, assembled, shards_of
 from policy.model import Graph
-from policy.ops.host_memory import HOST
+from policy.ops.host_memory import HOST, fetch
+from policy.ops.quantization import dequantised
 
 SHARD_BYTES = 5 * 10**9
 PIECE = 2**24  # how many numbers are dequantised at once: 64 MB
@@ -254,16 +256,15 @@ def read_weights(
     ignore: tuple[str, ...] = (),
     missing: Missing = "refuse",
     seed: int = 0,
-    convert: Callable[[str, jax.Array], jax.Array] = lambda path, array: array,
 ) -> tuple[dict[str, jax.Array], frozenset[str]]:
     """Reads the weights of `graph` from the safetensors of `directory`, each shard straight to its
     place on the mesh.
 
     Returns them with the paths of the weights that start, at least in part, as the random numbers
     of `seed`: prediction modules that the files lack and that `missing` lets start fresh. `ignore`
-    names tensors that the caller reads. `convert` gets the path and the array of each weight as
-    soon as it is read, and returns the array that is kept. The host holds the shards of one weight
-    at a time, and the weights that live in host memory. Raises ModelFileError for tensors that are
+    names tensors that the caller reads. The host holds the shards of one weight at a time, and the
+    weights that live in host memory. Of a weight that is stored quantised (`Graph.quantized`) host
+    and devices hold the floats of one layer at a time. Raises ModelFileError for tensors that are
     missing, unexpected or of the wrong shape.
     """
     files, fresh, absent_layers = _checked_files(directory, graph, ignore, missing)
@@ -271,9 +272,8 @@ def read_weights(
     params = {}
     for place in places(graph):
         gaps = absent_layers if place.path in fresh else set()
-        params[place.path] = convert(
-            place.path, _on_mesh(graph, place, files, start.get(place.path), gaps)
-        )
+        read = _quantized if place.path in graph.quantized else _on_mesh
+        params[place.path] = read(graph, place, files, start.get(place.path), gaps)
     return params, fresh
 
 
@@ -372,48 +372,64 @@ def _absent_modules(config: DecoderConfig, files: TensorFiles, missing: Missing)
 def _on_mesh(
     graph: Graph, place: StoredWeight, files: TensorFiles, start: jax.Array | None, absent: set[int]
 ) -> jax.Array:
-    """Reads a weight shard by shard; devices that hold the same shard share one read. Layers with
-    numbers in `absent` are taken from `start`."""
+    """Reads a weight shard by shard. Layers with numbers in `absent` are taken from `start`."""
     if start is not None and place.layers is not None and absent.issuperset(place.layers):
         return start
     initial = (
         {} if start is None else {shard.device: shard.data for shard in start.addressable_shards}
     )
-    shape = graph.shapes[place.path].shape
-    dtype = graph.shapes[place.path].dtype
-    sharding = graph.sharding(place.path)
-    devices: dict[tuple, list] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        assert index is not None
-        devices.setdefault(
-            tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)), []
-        ).append(device)
-    arrays = []
-    for bounds, holders in devices.items():
-        index = tuple(slice(*each) for each in bounds)
-        shard = _aligned([high - low for low, high in bounds], dtype)
+
+    def fill(numbers: np.ndarray, shard: Shard) -> None:
         if initial:
-            shard[...] = np.asarray(initial[holders[0]])
+            numbers[...] = np.asarray(initial[shard.devices[0]])
         if place.layers is None:
-            place.read(files, None, index, shard)
-        else:
-            for i, layer in enumerate(place.layers[index[0]]):
-                if layer not in absent:
-                    place.read(files, layer, index[1:], shard[i, ...])
-        shardings = [
-            SingleDeviceSharding(device, memory_kind=sharding.memory_kind) for device in holders
-        ]
-        arrays += jax.block_until_ready([jax.device_put(shard, each) for each in shardings])
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+            place.read(files, None, shard.index, numbers)
+            return
+        for i, layer in enumerate(place.layers[shard.index[0]]):
+            if layer not in absent:
+                place.read(files, layer, shard.index[1:], numbers[i, ...])
+
+    return _filled(graph.shapes[place.path], graph.sharding(place.path), fill)
 
 
-def _aligned(shape: list[int], dtype) -> np.ndarray:
-    """Returns an empty array that starts at a multiple of 64 bytes, which jax uses on CPU without a
-    copy."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(dtype).reshape(shape)
+def _quantized(
+    graph: Graph, place: StoredWeight, files: TensorFiles, start: Any, absent: set[int]
+) -> Any:
+    """Reads a weight that is stored quantised, as `_on_mesh`: one layer at a time, which is
+    quantised before the next is read."""
+    weight = graph.quantized_weight(place.path)
+    if place.layers is None:
+        return weight.of(_on_mesh(graph, place, files, None, set()))
+    shape = graph.shapes[place.path]
+    of_layer = jax.ShapeDtypeStruct(shape.shape[1:], shape.dtype)
+
+    def read(layer: int) -> jax.Array:
+        return _filled(
+            of_layer,
+            weight.layer_sharding,
+            lambda numbers, shard: place.read(files, layer, shard.index, numbers),
+        )
+
+    layers = {
+        number: partial(read, layer)
+        for number, layer in enumerate(place.layers)
+        if layer not in absent
+    }
+    return weight.of_layers(layers, start)
+
+
+def _filled(
+    shape: jax.ShapeDtypeStruct,
+    sharding: jax.sharding.NamedSharding,
+    fill: Callable[[np.ndarray, Shard], None],
+) -> jax.Array:
+    """Makes an array shard by shard. fill: writes the numbers of a shard into an empty array."""
+    arrays = []
+    for shard in shards_of(shape.shape, sharding):
+        numbers = shard.empty(shape.dtype)
+        fill(numbers, shard)
+        arrays += shard.put(numbers, sharding)
+    return assembled(shape.shape, sharding, arrays)
 
 
 def _refuse_unread(files: TensorFiles, config: DecoderConfig, scheme: Scheme | None) -> None:
@@ -455,12 +471,21 @@ def _extra_layer(config: DecoderConfig, name: str) -> int | None:
 
 
 @jax.jit
-def _layer(array: jax.Array, number: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
+def _layer(array, number: jax.Array):
+    return jax.tree.map(
+        lambda a: jax.lax.dynamic_index_in_dim(fetch(a), number, 0, keepdims=False), array
+    )
+
+
+_dequantised = jax.jit(lambda weight: dequantised(fetch(weight)))
 
 
 def _on_host(array, number: int | None) -> np.ndarray:
-    """Returns a full weight, or one of the weights that it stacks."""
+    """Returns a full weight, or one of the weights that it stacks; the floats of a quantised
+    one."""
+    if isinstance(array, qwix.QArray):
+        part = array if number is None else _layer(array, number)
+        return processes.on_host(_dequantised(part))
     if number is None:
         return processes.on_host(array)
     on_device = isinstance(array, jax.Array) and array.sharding.memory_kind != HOST

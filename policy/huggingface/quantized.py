@@ -115,6 +115,11 @@ def scheme(config: dict | None) -> Scheme | None:
     if not config:
         return None
     method = config.get("quant_method") if isinstance(config, dict) else None
+    if method == "bitsandbytes":
+        raise QuantizationError(
+            "files of bitsandbytes are not read: give the unquantised directory, and "
+            "base_weights: nf4"
+        )
     if method not in METHODS:
         *others, last = METHODS
         known = f"{', '.join(others)} and {last}"

@@ -125,7 +125,8 @@ def shard_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Counts the bytes of a shard of an array, which may be abstract, in any memory."""
     place = array.sharding
     shape = array.shape if place is None else place.shard_shape(array.shape)
-    return math.ceil(math.prod(shape) * (0.5 if array.dtype == jnp.int4 else array.dtype.itemsize))
+    size = 0.5 if array.dtype in (jnp.int4, jnp.uint4) else array.dtype.itemsize
+    return math.ceil(math.prod(shape) * size)
 
 
 def on_host(function: Callable, *trees: Any) -> Any:

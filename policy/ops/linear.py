@@ -5,9 +5,10 @@ rows have weights of their own. Products that are never quantised do not: router
 the indexer, embedding and head.
 
 In training a weight is an array of floats, and `Runtime.quantization` names the rule by which its
-product is computed (policy/ops/quantization.py). For rollouts it may be a `qwix.QArray`
-(rollout/engine/weights.py), which is multiplied as floats in the dtype of the activations, or, with
-a rule, by quantised activations. In decoding on CPU it is a `Projection`, stored for fast products
+product is computed (policy/ops/quantization.py). For rollouts (rollout/engine/weights.py), and if
+nothing trains it (`Runtime.base_weights`), it may be a `qwix.QArray`, which is multiplied as floats
+in the dtype of the activations, or, with a rule, by quantised activations. Its floats exist while
+their product is computed: the backward pass makes them again. In decoding on CPU it is a `Projection`, stored for fast products
 (policy/ops/projection.py). In decoding on TPU the weights of experts are `StackedWeight`s, which a
 kernel reads in place (policy/ops/stacked.py).
 
@@ -18,8 +19,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from string import ascii_uppercase
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -43,25 +45,62 @@ def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax
     rule = runtime.quantization
     weight = weight.one if isinstance(weight, StackedWeight) else weight
     if rule is None and isinstance(weight, jax.Array):
-        if (
-            runtime.layout is not None
-            and runtime.layout.mesh.size == 1
-            and runtime.layout.platform == "cpu"
-        ):
-            return _by_rows(_spelled(equation, x), x, weight.astype(x.dtype))
-        return einsum(equation, x, weight.astype(x.dtype), runtime.layout)
+        return _of_floats(equation, x, weight.astype(x.dtype), runtime.layout)
     equation = _spelled(equation, x)
     if isinstance(weight, Projection):
         return _project(equation, x, weight)
     if not isinstance(weight, qwix.QArray):
         return quantization.einsum(equation, x, weight, rule)
     if rule is None:
-        return qwix.einsum(equation, x, weight.astype(x.dtype))
+        return _dequantising(equation, x, weight, runtime.layout, _precision())
     letters = equation.split(",")[0]
     outs = equation.split("->")[1]
     inputs = tuple(dim for dim, letter in enumerate(letters) if letter not in outs)
     x_quantized = quantization.quantize(x, quantization.RULES[rule].act_qtype, inputs)
     return qwix.einsum(equation, x_quantized, weight).astype(x.dtype)
+
+
+def _of_floats(equation: str, x: jax.Array, weight: jax.Array, layout: Layout | None) -> jax.Array:
+    if layout is not None and layout.mesh.size == 1 and layout.platform == "cpu":
+        return _by_rows(_spelled(equation, x), x, weight)
+    return einsum(equation, x, weight, layout)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
+def _dequantising(
+    equation: str,
+    x: jax.Array,
+    weight: qwix.QArray,
+    layout: Layout | None,
+    precision: str | None,
+) -> jax.Array:
+    """Computes the einsum with the floats of a quantised weight, which has no gradient.
+
+    precision: of the products, also of those that are traced outside of the caller's context.
+    """
+    with jax.default_matmul_precision(precision):
+        return _of_floats(equation, x, quantization.dequantised(weight).astype(x.dtype), layout)
+
+
+def _dequantising_forward(equation: str, x, weight, layout, precision):
+    return _dequantising(equation, x, weight, layout, precision), weight
+
+
+def _dequantising_backward(equation: str, layout, precision, weight, g: jax.Array):
+    operands, outs = equation.split("->")
+    letters, named = operands.split(",")
+    # Without the barrier XLA keeps the floats of the forward pass for this one.
+    g, weight = jax.lax.optimization_barrier((g, weight))
+    backward = f"{outs},{named}->{letters}"
+    return _dequantising(backward, g, weight, layout, precision), None
+
+
+_dequantising.defvjp(_dequantising_forward, _dequantising_backward)
+
+
+def _precision() -> str | None:
+    """Returns the precision of products in the context of the caller."""
+    return cast(Any, jax.config).jax_default_matmul_precision
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:
@@ -165,14 +204,48 @@ def ragged_linear(
         weights_GEF = weights_GEF.one
     if rule is None and isinstance(weights_GEF, jax.Array):
         weights = weights_GEF.astype(rows_ME.dtype)
-        served = grouped_kernel.served(rows_ME, weights, runtime.layout)
-        return (grouped_kernel.product if served else jax.lax.ragged_dot)(rows_ME, weights, sizes_G)
+        return _ragged_of_floats(rows_ME, weights, sizes_G, runtime.layout)
     if not isinstance(weights_GEF, qwix.QArray):
         return quantization.ragged_dot(rows_ME, weights_GEF, sizes_G, rule)
     if rule is None:
-        return qwix.ragged_dot(rows_ME, weights_GEF.astype(rows_ME.dtype), sizes_G)
+        return _ragged_dequantising(rows_ME, weights_GEF, sizes_G, runtime.layout, _precision())
     rows = quantization.quantize(rows_ME, quantization.RULES[rule].act_qtype, (1,))
     return qwix.ragged_dot(rows, weights_GEF, sizes_G).astype(rows_ME.dtype)
+
+
+def _ragged_of_floats(
+    rows_ME: jax.Array, weights_GEF: jax.Array, sizes_G: jax.Array, layout: Layout | None
+) -> jax.Array:
+    served = grouped_kernel.served(rows_ME, weights_GEF, layout)
+    return (grouped_kernel.product if served else jax.lax.ragged_dot)(rows_ME, weights_GEF, sizes_G)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _ragged_dequantising(
+    rows_ME: jax.Array,
+    weights_GEF: qwix.QArray,
+    sizes_G: jax.Array,
+    layout: Layout | None,
+    precision: str | None,
+) -> jax.Array:
+    """Computes `_dequantising` of groups of rows."""
+    weights = quantization.dequantised(weights_GEF).astype(rows_ME.dtype)
+    with jax.default_matmul_precision(precision):
+        return _ragged_of_floats(rows_ME, weights, sizes_G, layout)
+
+
+def _ragged_dequantising_forward(rows_ME, weights_GEF, sizes_G, layout, precision):
+    out = _ragged_dequantising(rows_ME, weights_GEF, sizes_G, layout, precision)
+    return out, (weights_GEF, sizes_G)
+
+
+def _ragged_dequantising_backward(layout, precision, saved, g_MF: jax.Array):
+    g_MF, (weights_GEF, sizes_G) = jax.lax.optimization_barrier((g_MF, saved))
+    weights_GFE = weights_GEF.swapaxes(1, 2)
+    return _ragged_dequantising(g_MF, weights_GFE, sizes_G, layout, precision), None, None
+
+
+_ragged_dequantising.defvjp(_ragged_dequantising_forward, _ragged_dequantising_backward)
 
 
 def rounded(
@@ -183,7 +256,7 @@ def rounded(
     `linear` would sum over."""
     assert not isinstance(array, Projection | StackedWeight)  # they exist in decoding only
     if isinstance(array, qwix.QArray):
-        return qwix.dequantize(array.astype(dtype))
+        return quantization.dequantised(array).astype(dtype)
     if runtime.quantization is None:
         return array.astype(dtype)
     qtype = quantization.RULES[runtime.quantization].weight_qtype

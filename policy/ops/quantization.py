@@ -7,6 +7,10 @@ the divisor is 127, not the 127.5 of qwix, with which the largest number lies be
 and programs that differ in a last bit round it differently (8e-4 in log-probability between
 generator and trainer). All scales are float32, whatever the dtype of the activations.
 
+A stored weight may have several scales for the numbers of a sum, one for each block of them
+(`quantize_blocks`), and codes of NormalFloat-4 in the place of numbers. `dequantised` gives back
+its floats, by which products multiply.
+
 Training follows qwix's rule for quantised training, through its public functions: its provider
 identifies weights by shape, which fails in a layer with three weights of one shape. With s_x, s_w
 the scales of
@@ -22,6 +26,7 @@ M rows, E inputs of a product, F outputs, G groups of rows (experts).
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +35,16 @@ import jax.numpy as jnp
 import qwix
 from jax.ad_checkpoint import checkpoint_name
 
+from policy.config import WeightType
+
 TYPES = {"int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
+# The number that each code of NormalFloat-4 stands for (arXiv 2305.14314, appendix E).
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
 # Types of weights, activations and gradients in training.
 _INT8 = f"absmax,{127.5 / 127}"
 RULES = {
@@ -71,6 +85,112 @@ def quantize_tiles(array: jax.Array, qtype: Any, tiles: int) -> qwix.QArray:
     return qwix.quantize(
         array.astype(jnp.float32), qtype, channelwise_axes=kept, tiled_axes={last: size}
     )
+
+
+def quantize_blocks(
+    array: jax.Array, kind: WeightType, inputs: tuple[int, ...], block: int | None
+) -> qwix.QArray:
+    """Quantises a weight to `kind`, with a float32 scale for each block of at most `block` numbers
+    along `inputs`, the dimensions that products sum over; None: for all of them. nf4: codes uint4.
+    """
+    array = array.astype(jnp.float32)
+    sizes = block_sizes(array.shape, inputs, block)
+    if kind == "nf4":
+        return _quantize_nf4(array, {dim: array.shape[dim] for dim in inputs} | sizes)
+    kept = tuple(dim for dim in range(array.ndim) if dim not in inputs)
+    method = _INT8 if kind == "int8" else "absmax"
+    return qwix.quantize(
+        array, TYPES[kind], channelwise_axes=kept, tiled_axes=sizes, calibration_method=method
+    )
+
+
+def _quantize_nf4(array: jax.Array, sizes: dict[int, int]) -> qwix.QArray:
+    """Returns the codes of the nearest numbers of NF4, counted by the means of neighbours that lie
+    below. The scale of a block is its largest absolute value, or 1 where all numbers are 0.
+
+    sizes: how many numbers a block has along each dimension; along others it has one.
+    """
+    scales = tuple(n // sizes.get(dim, 1) for dim, n in enumerate(array.shape))
+    blocks = _in_blocks(array, scales)
+    within = tuple(range(1, blocks.ndim, 2))
+    largest = jnp.abs(blocks).max(within, keepdims=True)
+    scale = jnp.where(largest == 0, 1.0, largest)
+    blocks = blocks / scale
+    codes = jnp.zeros(blocks.shape, jnp.int32)
+    for low, high in itertools.pairwise(NF4):
+        codes += blocks > (low + high) / 2
+    codes = codes.astype(jnp.uint4).reshape(array.shape)
+    return qwix.QArray(codes, scale.reshape(scales), None, "nf4")
+
+
+def _in_blocks(array: jax.Array, counts: tuple[int, ...]) -> jax.Array:
+    """Splits each dimension into (blocks, numbers of a block). counts: of the blocks."""
+    pairs = zip(counts, array.shape, strict=True)
+    return array.reshape([side for count, n in pairs for side in (count, n // count)])
+
+
+def block_sizes(
+    shape: tuple[int, ...], inputs: tuple[int, ...], block: int | None
+) -> dict[int, int]:
+    """Returns how many numbers a block has along each dimension of `inputs`; {} if `block` is None.
+
+    A block lies within the last of these dimensions, or takes all of it and a part of the one
+    before. Along a dimension it has the largest divisor of its length that fits. Where that is less
+    than a quarter of `block`, as for a length that is prime, it has the smallest divisor that is
+    larger than `block`, so that no scale belongs to a few numbers only.
+    """
+    if block is None:
+        return {}
+    sizes = dict.fromkeys(inputs, 1)
+    room = block
+    for dim in reversed(inputs):
+        length = shape[dim]
+        divisors = [size for size in range(1, length + 1) if length % size == 0]
+        size = max(size for size in divisors if size <= room)
+        if size < length and room == block and 4 * size < block:
+            size = min(size for size in divisors if size > block)
+        sizes[dim] = size
+        room //= size
+        if size < length or not room:
+            break
+    return sizes
+
+
+def scale_shape(
+    shape: tuple[int, ...], inputs: tuple[int, ...], block: int | None
+) -> tuple[int, ...]:
+    """Returns the shape of the scales of `quantize_blocks`."""
+    sizes = {dim: shape[dim] for dim in inputs} | block_sizes(shape, inputs, block)
+    return tuple(length // sizes.get(dim, 1) for dim, length in enumerate(shape))
+
+
+def dequantised(weight: qwix.QArray) -> jax.Array:
+    """Returns the float32 numbers of a quantised weight: each value, or the number of its code,
+    times the scale of its block. An adapter is merged into these numbers."""
+    values = weight.qvalue
+    values = _nf4_numbers(values) if weight.qtype == "nf4" else values.astype(jnp.float32)
+    counts = weight.scale.shape
+    scale = _in_blocks(weight.scale.astype(jnp.float32), counts)
+    return (_in_blocks(values, counts) * scale).reshape(weight.shape)
+
+
+def _nf4_numbers(codes: jax.Array) -> jax.Array:
+    """Returns the numbers of codes by four choices, one for each bit: operations on single numbers,
+    which become a part of the product that reads them. A lookup in a table would not.
+
+    The first choice, between constants, is a sum with one term that is 0: it is exact, and for a
+    `where` a scan under differentiation would keep 16 constants of the size of the weight.
+    """
+    codes = codes.astype(jnp.int32)
+    odd = (codes & 1).astype(jnp.float32)
+    even = 1.0 - odd
+    pairs = zip(NF4[::2], NF4[1::2], strict=True)
+    numbers = [even * low + odd * high for low, high in pairs]
+    for bit in range(1, 4):
+        is_set = (codes >> bit) & 1 == 1
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
+        numbers = [jnp.where(is_set, high, low) for low, high in pairs]
+    return numbers[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from policy.config import HyperConnections, MultiTokenPrediction, Runtime, StoredType
+from policy.config import HyperConnections, MultiTokenPrediction, Runtime, WeightType
 from policy.fields.ngrams import EngramSection
 from policy.remat import NAMES as REMAT_POLICIES
 from rl.config.schema import FINITE, HOME, Section, Strict, fields_of
@@ -227,10 +227,10 @@ class TeacherOptions(Strict):
     dtype: Literal["float32", "bfloat16"] | None = Field(
         default=None, description="type of its products and weights; null: model.dtype"
     )
-    weights: StoredType | None = Field(
+    weights: WeightType | None = Field(
         default=None,
         description="type in which the weights of its products are stored, with a scale per "
-        "output channel; null: dtype",
+        "output channel (nf4: for each 64 of its inputs); null: dtype",
     )
     host_memory: bool = Field(
         default=False,

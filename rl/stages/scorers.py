@@ -166,6 +166,8 @@ def frozen_teacher(config: RunConfig, options: TeacherOptions, mesh: Layout) -> 
     )
     runtime = replace(
         runtime,
+        base_weights=options.weights,
+        base_block=64 if options.weights == "nf4" else None,
         host_parameters=options.host_memory,
         table_memory="device",
         batch_split=False,
@@ -182,7 +184,7 @@ def frozen_teacher(config: RunConfig, options: TeacherOptions, mesh: Layout) -> 
         ) from None
     except ValueError as error:
         raise ConfigError(f"teacher {options.source}: {error}") from None
-    return FrozenModel(graph, directory, config.seed, options.weights)
+    return FrozenModel(graph, directory, config.seed)
 
 
 def load_teachers(

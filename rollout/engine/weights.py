@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import jax
 import qwix
@@ -16,6 +15,7 @@ from policy.model import Graph
 from policy.ops.host_memory import fetch, on_a_device
 from policy.ops.quantization import TYPES, quantize
 from policy.programs.compiled_cache import CompiledCache, Memory
+from policy.programs.quantized_weights import quantized_shardings
 from rollout.types import GeneratorOptions
 
 
@@ -91,9 +91,10 @@ class RolloutWeights:
     @property
     def abstract(self) -> dict[str, jax.ShapeDtypeStruct | qwix.QArray]:
         """Returns the shapes and shardings of the copies."""
-        shapes = jax.eval_shape(
-            self._make, {path: self.graph.shapes[path] for path in self.paths}, None
-        )
+        stored = self.graph.shapes | {
+            path: self.graph.quantized_weight(path).abstract for path in self.graph.quantized
+        }
+        shapes = jax.eval_shape(self._make, {path: stored[path] for path in self.paths}, None)
         return {
             path: jax.tree.map(_abstract, array, self._shardings(path, array, self.layout))
             for path, array in shapes.items()
@@ -128,6 +129,10 @@ class RolloutWeights:
         for path, array in originals.items():
             array = fetch(array)
             if self._qtype is not None and path in self.graph.inputs:
+                if isinstance(array, qwix.QArray):
+                    raise ValueError(
+                        f"generator.weights: {path} is stored quantised already; leave it out"
+                    )
                 array = quantize(array, self._qtype, self.graph.inputs[path])
             else:
                 array = self.graph.cast_for_products({path: array})[path]
@@ -140,21 +145,11 @@ class RolloutWeights:
         return jax.lax.with_sharding_constraint(array, self._shardings(path, array, layout))
 
     def _shardings(self, path: str, array, layout: Layout) -> Any:
-        """Returns the shardings of a copy.
-
-        Quantised values have the sharding of their weight. A scale has length 1, and so no axis, in
-        the dimensions that products sum over.
-        """
+        """Returns the shardings of a copy."""
         axes = self.graph.axes[path]
-        sharding = layout.sharding
-        if not isinstance(array, qwix.QArray):
-            return sharding(axes, array.shape)
-        scale_axes = tuple(
-            None if dim in self.graph.inputs[path] else axis for dim, axis in enumerate(axes)
-        )
-        values = sharding(axes, array.qvalue.shape)
-        scale = sharding(scale_axes, array.scale.shape)
-        return replace(array, qvalue=cast(Any, values), scale=cast(Any, scale))
+        if isinstance(array, qwix.QArray):
+            return quantized_shardings(layout, axes, array)
+        return layout.sharding(axes, array.shape)
 
 
 def _shape_of(originals: dict[str, jax.Array], old: Any) -> tuple[int, int]:

@@ -3,8 +3,9 @@ test_loading_on_a_mesh.py.
 
     python load_on_mesh.py DIRECTORY ...
 
-Prints a JSON object: for each directory whether all weights have the same bits, the number of
-weights that are cut into pieces, and the largest difference of logits.
+Prints a JSON object: for each directory whether all weights have the same bits, floats and those
+that are quantised as they are read, the number of weights that are cut into pieces, and the largest
+difference of logits.
 """
 
 import json
@@ -31,7 +32,17 @@ def compare(directory: str) -> dict:
     difference = float(
         np.abs(np.asarray(one.logits(tokens)) - np.asarray(many.logits(tokens))).max()
     )
-    return {"same": same, "cut": cut, "weights": len(one.params), "difference": difference}
+    quantised = [
+        policy.load(directory, base_weights="nf4", base_block=8, mesh=each).params
+        for each in (None, mesh)
+    ]
+    equal = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a), np.asarray(b)), *quantised)
+    return {
+        "same": same and all(jax.tree.leaves(equal)),
+        "cut": cut,
+        "weights": len(one.params),
+        "difference": difference,
+    }
 
 
 if __name__ == "__main__":

@@ -356,11 +356,15 @@ def test_stored_numbers_are_those_of_the_live_teacher(options):
 def test_weights_of_few_bits_and_in_host_memory_compute_the_same_teacher():
     data, results = batch(), {}
     for weights, hosted in ((None, False), (None, True), ("int8", False), ("int8", True)):
-        runtime = dataclasses.replace(experts().graph.runtime, host_parameters=hosted, remat="full")
-        graph = Graph(experts().config, runtime, experts().graph.layout)
-        teacher = ModelTeacher(
-            FrozenModel(graph, seed=5, stored_type=weights), rl.algorithms.get("distill")
+        runtime = dataclasses.replace(
+            experts().graph.runtime,
+            base_weights=weights,
+            base_block=None,
+            host_parameters=hosted,
+            remat="full",
         )
+        graph = Graph(experts().config, runtime, experts().graph.layout)
+        teacher = ModelTeacher(FrozenModel(graph, seed=5), rl.algorithms.get("distill"))
         teacher.read()
         for path, abstract in teacher.abstract.items():
             same = jax.tree.map(

@@ -19,7 +19,9 @@ from policy.config import Runtime
 from policy.huggingface import model_directory
 from policy.huggingface.tensorfiles import TensorFiles
 from policy.mesh.sharding import layout
+from policy.mesh.shards import Shard
 from policy.model import Graph
+from policy.ops.quantization import dequantised
 
 MESHES = {
     "fsdp8": {"fsdp": 8},
@@ -40,6 +42,16 @@ def memory_of_loading(directory) -> dict:
     """Bytes of the weights, and by how much loading them raised this process at its peak and in the
     end."""
     policy.create(families.read(configuration("Llama")))  # jax has started and compiled something
+    return raised_by_loading(directory)
+
+
+def memory_of_quantising(directory) -> dict:
+    """What `memory_of_loading` says of nf4 weights, whose programs are compiled before."""
+    policy.load(directory, base_weights="nf4")
+    return raised_by_loading(directory, base_weights="nf4")
+
+
+def raised_by_loading(directory, **options) -> dict:
     before, peak, done = anonymous(), 0, threading.Event()
 
     def watch():
@@ -49,15 +61,19 @@ def memory_of_loading(directory) -> dict:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    model = policy.load(directory)
+    model = policy.load(directory, **options)
     done.set()
     watcher.join()
+    floats = {
+        path: dequantised(array) if path in model.graph.quantized else array
+        for path, array in model.params.items()
+    }
     wrong = [
         path
         for i, path in enumerate(sorted(model.params))
-        if not (np.asarray(model.params[path]) == i).all()
+        if not (np.asarray(floats[path]) == i).all()
     ]
-    weights = sum(array.nbytes for array in model.params.values())
+    weights = sum(array.nbytes for array in jax.tree.leaves(model.params))
     return {
         "weights": weights,
         "peak": peak - before,
@@ -71,20 +87,21 @@ def bytes_for_each_shard(directory) -> dict:
     those of one device.
     """
     expected = policy.load(directory)
-    real_aligned, real_read, result = model_directory._aligned, TensorFiles.read, {}
+    real_empty, real_read, result = Shard.empty, TensorFiles.read, {}
     for name, degrees in MESHES.items():
         readings = []
 
-        def aligned(shape, dtype, readings=readings):
-            readings.append([int(np.prod(shape)) * np.dtype(dtype).itemsize, 0])
-            return real_aligned(shape, dtype)
+        def empty(shard, dtype, readings=readings):
+            numbers = real_empty(shard, dtype)
+            readings.append([numbers.nbytes, 0])
+            return numbers
 
         def read(files, *arguments, readings=readings):
             block = real_read(files, *arguments)
             readings[-1][1] += block.nbytes
             return block
 
-        model_directory._aligned, TensorFiles.read = aligned, read
+        Shard.empty, TensorFiles.read = empty, read
         model = policy.load(directory, mesh=layout(degrees))
         same = all(
             np.array_equal(np.asarray(model.params[path]), np.asarray(a))
@@ -112,10 +129,9 @@ def run(task: str, directory, devices: int) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
-def test_the_host_holds_the_weights_once(tmp_path):
-    """One copy of the largest stack, 101 of 331 MB, would already raise the peak to 1.26 times the
-    weights."""
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """The directory of a model of 331 MB, whose largest stack has 101 MB."""
     keys = {
         "hidden_size": 512,
         "intermediate_size": 3072,
@@ -132,12 +148,28 @@ def test_the_host_holds_the_weights_once(tmp_path):
         path: np.broadcast_to(np.float32(i), graph.shapes[path].shape)
         for i, path in enumerate(sorted(graph.paths))
     }
-    model_directory.write(tmp_path, graph, params)
-    result = run("memory", tmp_path, devices=1)
+    directory = tmp_path_factory.mktemp("large")
+    model_directory.write(directory, graph, params)
+    return directory
+
+
+@pytest.mark.slow
+def test_the_host_holds_the_weights_once(large):
+    """One copy of the largest stack would already raise the peak to 1.26 times the weights."""
+    result = run("memory", large, devices=1)
     assert result["wrong"] == []
     assert result["weights"] > 280e6
     assert result["after"] > 0.95 * result["weights"]  # the measure sees the weights
     assert result["peak"] < 1.15 * result["weights"], result
+
+
+@pytest.mark.slow
+def test_of_weights_that_are_quantised_the_floats_of_a_layer_exist_at_a_time(large):
+    """A layer of the largest stack has 6.3 MB. On CPU a code takes a byte."""
+    result = run("quantising", large, devices=1)
+    assert result["wrong"] == []
+    assert 85e6 < result["weights"] < 110e6
+    assert result["peak"] < result["weights"] + 20e6, result
 
 
 @pytest.mark.slow
@@ -152,6 +184,9 @@ def test_every_device_reads_its_slice_only(tmp_path):
 
 if __name__ == "__main__":
     task, directory = sys.argv[1:]
-    print(
-        json.dumps({"memory": memory_of_loading, "slices": bytes_for_each_shard}[task](directory))
-    )
+    tasks = {
+        "memory": memory_of_loading,
+        "quantising": memory_of_quantising,
+        "slices": bytes_for_each_shard,
+    }
+    print(json.dumps(tasks[task](directory)))

@@ -238,7 +238,9 @@ def test_descriptions_are_read_and_others_refused():
     assert scheme({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}) == Mxfp4Scheme()
     assert scheme(int4_config()) == Int4Scheme(32)
     assert scheme(int4_config(group_size=128)) == Int4Scheme(128)
-    for wrong in ({"quant_method": "bitsandbytes"}, {"bits": 4}, ["fp8"]):
+    with pytest.raises(QuantizationError, match="unquantised directory.*base_weights: nf4"):
+        scheme({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4"})
+    for wrong in ({"quant_method": "gptq"}, {"bits": 4}, ["fp8"]):
         with pytest.raises(QuantizationError, match="fp8, mxfp4 and compressed-tensors"):
             scheme(wrong)
     with pytest.raises(QuantizationError, match="weight_block_size"):
