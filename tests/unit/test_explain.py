@@ -149,6 +149,12 @@ def test_equal_rewards_of_solved_problems_are_no_illness(tmp_path):
     assert named(run(tmp_path, [solved | {"reward/mean": 0.05}] * 8)) == ["equal rewards"]
 
 
+def test_equal_rewards_are_no_illness_where_a_teacher_grades_tokens(tmp_path):
+    row = {"reward/frac_zero_std": 1.0, "reward/std": 0.0, "reward/mean": 0.0, "loss": 1.0}
+    assert named(run(tmp_path / "grpo", [row] * 8)) == ["equal rewards"]
+    assert named(run(tmp_path / "opd", [row | {"distill/reverse_kl": 1.0}] * 8)) == []
+
+
 def test_an_evaluation_that_leaves_completions_out_is_named(tmp_path):
     evaluated = {"eval/problems": 64.0, "eval/greedy_accuracy": 1.0, "eval/unscored": 0.0}
     assert named(run(tmp_path, [evaluated] * 3)) == []
@@ -309,6 +315,19 @@ def test_every_kind_of_stage_is_explained(monkeypatch, capsys, algorithm):
     stages = f"stages=[{{algorithm: {algorithm}, steps: 2, sampling: {{max_new_tokens: 6}}}}]"
     assert cli.main(["explain", "configs/quickstart.yml", stages]) == 0
     assert f"== {algorithm}: " in capsys.readouterr().out
+
+
+def test_the_losses_on_the_policys_own_samples_are_explained(monkeypatch, capsys):
+    monkeypatch.chdir(RUNS.parents[2])
+    config = "configs/opd_quickstart.yml"
+    assert cli.main(["explain", config]) == 0
+    text = capsys.readouterr().out
+    assert "L = the Jensen-Shannon divergence of q and p with weight 0.5 of q, mean over" in text
+    assert "p: the policy, q: the teacher, at temperature 1" in text
+    assert cli.main(["explain", config, "stages.1.algorithm={name: opd, reward_coef: 0.5}"]) == 0
+    text = capsys.readouterr().out
+    assert "A = 1 (log q - old log p) + 0.5 A_r, q: the teacher" in text
+    assert "A_r = (r - mean of the group) / (std of the group + 0.0001)" in text
 
 
 def test_samples_below_greedy_answers_and_a_falling_entropy_are_no_illness_while_accuracy_rises(

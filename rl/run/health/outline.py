@@ -37,6 +37,13 @@ _SCALE = {
 _KL = {"k1": "-d", "k2": "d^2 / 2", "k3": "exp(d) - d - 1", "unbiased": "R (exp(d) - d - 1)"}
 
 
+_DIVERGENCE = {
+    "forward": "KL(q || p)",
+    "reverse": "KL(p || q)",
+    "jsd": "the Jensen-Shannon divergence of q and p with weight {beta:g} of q",
+}
+
+
 def lines(config: RunConfig) -> Iterator[str]:
     """Yields the explanation of a configuration."""
     weights = (
@@ -109,6 +116,19 @@ def _in_all(stage: StageOptions, sequences: int, unit: str, samples: bool) -> st
     return f"{stage.steps:,} steps, {total:,} {unit}{sampled}"
 
 
+def _advantage(algorithm: Any) -> Iterator[str]:
+    """Yields the advantage of a token of a policy gradient, as formulas."""
+    of_rewards = True
+    name = "A"
+    if algorithm.name == "opd":
+        of_rewards = algorithm.reward_coef > 0
+        name = "A_r"
+        rewards = f" + {algorithm.reward_coef:g} A_r" if of_rewards else ""
+        yield f"A = {algorithm.teacher_coef:g} (log q - old log p){rewards}, q: the teacher"
+    if of_rewards and algorithm.combine == "sum":
+        yield f"{name} = {_SCALE[algorithm.scale].format(std_eps=algorithm.std_eps)}"
+
+
 def _loss(algorithm: Any, temperature: float) -> Iterator[str]:
     """Yields the loss as a formula where it is the standard one, otherwise the description of the
     algorithm's options.
@@ -128,7 +148,15 @@ def _loss(algorithm: Any, temperature: float) -> Iterator[str]:
             "and the rejected answer"
         )
         return
-    if algorithm.name not in ("grpo", "dapo", "dr_grpo"):
+    if algorithm.name == "gkd":
+        tau = temperature if algorithm.temperature is None else algorithm.temperature
+        yield (
+            f"loss     L = {_DIVERGENCE[algorithm.divergence].format(beta=algorithm.beta)}, "
+            f"{_AGGREGATION[algorithm.aggregation]}"
+        )
+        yield f"         p: the policy, q: the teacher, at temperature {tau:g}"
+        return
+    if algorithm.name not in ("grpo", "dapo", "dr_grpo", "opd"):
         options = [
             f"{each.name}: {getattr(algorithm, each.name)}"
             for each in dataclasses.fields(algorithm)
@@ -143,8 +171,7 @@ def _loss(algorithm: Any, temperature: float) -> Iterator[str]:
     yield f"loss     L = -min(R A, clip(R, {1 - low:g}, {1 + high:g}) A){kl}{entropy}, {mean}"
     ratio = "of a token" if algorithm.ratio == "token" else f"({algorithm.ratio})"
     yield f"         R = exp(log p - old log p) {ratio}, at temperature {temperature:g}"
-    if algorithm.combine == "sum":
-        yield f"         A = {_SCALE[algorithm.scale].format(std_eps=algorithm.std_eps)}"
+    yield from (f"         {text}" for text in _advantage(algorithm))
     if algorithm.kl_coef:
         yield f"         KL = {_KL[algorithm.kl]}, d = log p_ref - log p"
     others = (

@@ -76,6 +76,11 @@ class StageRecord:
         return any("completion/mean_length" in metrics for _, metrics in self.rows)
 
     @property
+    def has_teacher(self) -> bool:
+        """Whether a teacher graded tokens of the stage, as far as events say."""
+        return any(name.startswith("distill/") for _, metrics in self.rows for name in metrics)
+
+    @property
     def completions_per_step(self) -> int:
         """Completions that are trained on in a step."""
         return int(self.option("prompts_per_step", 32)) * int(self.option("samples_per_prompt", 8))

@@ -104,10 +104,10 @@ def _functions(stage: StageRecord) -> str:
 
 @stage_rule
 def equal_rewards(stage: StageRecord) -> Iterator[Fault]:
-    """Names groups with equal rewards, which teach nothing."""
+    """Names groups with equal rewards, which teach nothing where no teacher grades tokens."""
     equal = stage.series("reward/frac_zero_std")
     spread = stage.series("reward/std")
-    if len(equal) < MIN_STEPS:
+    if len(equal) < MIN_STEPS or stage.has_teacher:
         return
     constant = len(spread) >= MIN_STEPS and spread.largest == 0
     grouped = int(stage.option("samples_per_prompt", 8)) > 1
