@@ -29,6 +29,12 @@ Optional:
 - TOWERS: the name table of each tower, by that field.
 - MULTIMODAL: pairs as in WRAPPED, for the files of a model with its towers; the first that fits is
   taken.
+- MEMORY_PREFIXES: pairs as in MULTIMODAL, for the modules of transformers 5, where they have other
+  names than files and PEFT does not rename adapters.
+- CONVERTED_BY_PEFT: of experts that have a tensor each in files and one in the memory of
+  transformers 5, the last words of their modules, if PEFT converts adapters from one to the other.
+- PEFT_SWAPS_EXPERTS: True if the experts of transformers are one tensor [experts, in, out] without
+  its mark `is_transposed`, so that PEFT since 0.19 takes inputs for outputs.
 
 A multimodal configuration has a `text_config`, or is flat: the keys of its text model stand next to
 `vision_config`. One with a `text_config` and a family without WRAPPED is read as its text model.

@@ -20,6 +20,7 @@ from policy.fields.config_fields import (
 ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 MODEL_TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
+CONVERTED_BY_PEFT = ("gate_proj", "up_proj", "down_proj")
 # The names that transformers gives to the text model inside Kimi K2.5.
 PREFIXES = (("language_model.model.blocks.", "model.layers."),)
 # Experts with a correction of their choice, and shared experts.

@@ -11,6 +11,7 @@ from policy.fields.names import Stored
 
 ARCHITECTURES = ("Ernie4_5_MoeForCausalLM",)
 MODEL_TYPES = ("ernie4_5_moe",)
+CONVERTED_BY_PEFT = ("gate_proj", "up_proj", "down_proj")
 NAMES = (
     names.ATTENTION
     | names.MLP

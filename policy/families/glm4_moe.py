@@ -17,6 +17,7 @@ from policy.fields.config_fields import (
 
 ARCHITECTURES = ("Glm4MoeForCausalLM",)
 MODEL_TYPES = ("glm4_moe",)
+CONVERTED_BY_PEFT = ("gate_proj", "up_proj", "down_proj")
 NAMES = names.ATTENTION | names.MLP | deepseek.EXPERT_NAMES
 # Layers past num_hidden_layers predict further tokens. transformers ignores them in a file under
 # the numbers that the published models have.

@@ -8,6 +8,7 @@ from policy.fields.config_fields import UnsupportedModel, decoder
 
 ARCHITECTURES = ("Glm4MoeLiteForCausalLM",)
 MODEL_TYPES = ("glm4_moe_lite",)
+CONVERTED_BY_PEFT = ("gate_proj", "up_proj", "down_proj")
 NAMES = deepseek.NAMES
 # Layers past num_hidden_layers predict further tokens. transformers ignores them in a file under
 # the number that the published model has.

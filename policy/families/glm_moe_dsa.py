@@ -11,6 +11,7 @@ from policy.fields.config_fields import UnsupportedModel, decoder, rope
 
 ARCHITECTURES = ("GlmMoeDsaForCausalLM",)
 MODEL_TYPES = ("glm_moe_dsa",)
+CONVERTED_BY_PEFT = ("gate_proj", "up_proj", "down_proj")
 NAMES = deepseek.NAMES
 # Layers past num_hidden_layers predict further tokens. transformers ignores them in a file under
 # the number that the published models have.

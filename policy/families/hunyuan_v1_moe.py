@@ -11,6 +11,7 @@ from policy.fields.names import Stored
 
 ARCHITECTURES = ("HunYuanMoEV1ForCausalLM",)
 MODEL_TYPES = ("hunyuan_v1_moe",)
+CONVERTED_BY_PEFT = ("gate_proj", "up_proj", "down_proj")
 NAMES = (
     hunyuan_v1_dense.ATTENTION
     | names.MOE

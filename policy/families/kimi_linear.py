@@ -15,7 +15,6 @@ from policy.config import (
     Unrotated,
 )
 from policy.families import deepseek, mixtral
-from policy.fields import names
 from policy.fields.config_fields import UnsupportedModel, activation, decoder, first, layer_types
 from policy.fields.names import Stored
 
@@ -34,21 +33,33 @@ _DELTA = {
         f"{part}_conv": Stored(f"self_attn.{part}_conv1d.weight", "(h d) 1 w -> h d w")
         for part in "qkv"
     },
-    **{f"{part}_a_proj": Stored(f"self_attn.{part}_a_proj.weight", "d e -> e d") for part in "fg"},
+    # transformers 5 holds the gate "f" in a module of its own, whose names adapters have.
     **{
-        f"{part}_b_proj": Stored(f"self_attn.{part}_b_proj.weight", "(h d) r -> r h d")
-        for part in "fg"
+        f"{part}_proj": Stored(
+            f"self_attn.{part}_proj.weight",
+            layout,
+            also=(Stored(f"self_attn.{module}{part}_proj.weight", layout),) if module else (),
+        )
+        for part, layout, module in (
+            ("f_a", "d e -> e d", "forget_gate."),
+            ("f_b", "(h d) r -> r h d", "forget_gate."),
+            ("g_a", "d e -> e d", ""),
+            ("g_b", "(h d) r -> r h d", ""),
+        )
     },
     "b_proj": Stored("self_attn.b_proj.weight", "h e -> e h"),
     "A_log": Stored("self_attn.A_log", "1 1 h 1 -> h"),
     "dt_bias": Stored("self_attn.dt_bias", "(h d) -> h d"),
     "norm.weight": Stored("self_attn.o_norm.weight"),
 }
-_SHARED = names.moved(
-    names.MLP,
-    ("feed_forward.", "feed_forward.shared."),
-    ("mlp.", "block_sparse_moe.shared_experts."),
-)
+_SHARED = {
+    f"feed_forward.shared.{part}_proj": Stored(
+        f"block_sparse_moe.shared_experts.{part}_proj.weight",
+        layout,
+        also=(Stored(f"mlp.shared_experts.{part}_proj.weight", layout),),
+    )
+    for part, layout in (("gate", "f e -> e f"), ("up", "f e -> e f"), ("down", "e f -> f e"))
+}
 NAMES = (
     deepseek.NAMES
     | mixtral.NAMES

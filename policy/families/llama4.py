@@ -55,6 +55,7 @@ NAMES = (
 )
 
 MULTIMODAL = (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
+PEFT_SWAPS_EXPERTS = True
 TOWERS = {"image": tower_files.TILE_VISION}
 KINDS = ("chunked_attention", "full_attention")
 # The values of absent keys, by the class of transformers.

@@ -19,6 +19,7 @@ from policy.fields.names import Stored
 
 ARCHITECTURES = ("MiniMaxM2ForCausalLM",)
 MODEL_TYPES = ("minimax_m2",)
+CONVERTED_BY_PEFT = ("w1", "w2", "w3")
 NAMES = mixtral.NAMES | {
     "feed_forward.router.correction_bias": Stored(
         "block_sparse_moe.e_score_correction_bias", also=(Stored("mlp.e_score_correction_bias"),)

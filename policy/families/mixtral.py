@@ -10,6 +10,7 @@ from policy.fields.names import Stored
 
 ARCHITECTURES = ("MixtralForCausalLM",)
 MODEL_TYPES = ("mixtral",)
+CONVERTED_BY_PEFT = ("w1", "w2", "w3")
 # w1 is the gate, w3 the up projection. The class of transformers holds them under the names that
 # other families store.
 NAMES = names.ATTENTION | {

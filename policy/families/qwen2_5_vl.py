@@ -26,6 +26,7 @@ MODEL_TYPES = ("qwen2_5_vl", "qwen2_5_vl_text")
 # The files have the names of the tables, as released and as transformers writes them.
 WRAPPED = ("", "")
 MULTIMODAL = ()
+MEMORY_PREFIXES = (("visual.", "model.visual."), ("model.", "model.language_model."))
 TOWERS = {"image": names.moved(tower_files.WINDOW_VISION, ("", ""), ("", "visual."))}
 NAMES = names.ATTENTION | names.MLP
 

@@ -16,6 +16,7 @@ from policy.fields.config_fields import (
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 MODEL_TYPES = ("qwen3_moe",)
+CONVERTED_BY_PEFT = ("gate_proj", "up_proj", "down_proj")
 NAMES = names.ATTENTION | names.MLP | names.MOE
 
 # The values of absent keys, by the class of transformers. `head_dim` is not declared there.

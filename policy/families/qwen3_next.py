@@ -9,6 +9,7 @@ from policy.fields.config_fields import activation, decoder, first, hybrid_mixer
 
 ARCHITECTURES = ("Qwen3NextForCausalLM",)
 MODEL_TYPES = ("qwen3_next",)
+CONVERTED_BY_PEFT = ("gate_proj", "up_proj", "down_proj")
 NAMES = (
     names.ATTENTION
     | names.MLP

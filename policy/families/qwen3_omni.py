@@ -26,6 +26,7 @@ ARCHITECTURES = (
     "Qwen3OmniMoeForConditionalGeneration",
 )
 MODEL_TYPES = ("qwen3_omni_moe_thinker", "qwen3_omni_moe", "qwen3_omni_moe_text")
+CONVERTED_BY_PEFT = ("gate_proj", "up_proj", "down_proj")
 PART = "thinker_config"
 PREFIXES = (("thinker.", ""),)
 SKIP = (r"talker\..*", r"code2wav\..*")

@@ -565,7 +565,7 @@ def write(
         )
     every = itertools.chain(_stored(graph, params), (tensors or {}).items())
     if source is None:
-        every = wrapped(config, hf, every)
+        every = _wrapped(config, hf, every)
     else:
         is_part = "text_config" in families.single_model(hf)
         hf = hf if is_part else json.loads(config.hf)
@@ -598,7 +598,7 @@ def _portable(hf: dict, dtype: str) -> dict:
     return result
 
 
-def wrapped(
+def _wrapped(
     config: DecoderConfig, hf: dict, tensors: Iterable[tuple[str, np.ndarray]]
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors under the names that they have in the files of the model that `hf`

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from adapters import (
+    Base,
     adapted,
     base,
     base_model,
@@ -16,6 +17,7 @@ from adapters import (
 )
 from oracles import classes
 
+from policy import families
 from policy.adapter_spec import AdapterSpec
 from policy.huggingface.peft.merge import merged
 from policy.huggingface.peft.reader import read_adapter
@@ -201,17 +203,20 @@ def test_what_peft_leaves_out_is_named(kind, dropped, tmp_path):
     assert np.abs(logits(its) - got).max() > 0.1
 
 
-def test_model_types_that_peft_converts():
-    """The table of the writer against transformers'."""
-    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN as patterns
+@pytest.mark.parametrize("name", families.known())
+def test_families_whose_experts_peft_converts(name):
+    """CONVERTED_BY_PEFT against the tables of transformers and peft."""
+    from peft.utils.transformers_weight_conversion import (
+        _MODEL_TO_CONVERSION_PATTERN as patterns,
+    )
+    from peft.utils.transformers_weight_conversion import _MOE_FUSED_TARGETS as fused
 
-    from policy import families
-    from policy.huggingface.peft.coverage import CONVERTED_BY_PEFT
-
-    types = {kind for name in families.known() for kind in families.get(name).MODEL_TYPES}
-    converted = {kind for kind in types if patterns.get(kind) in ("qwen2_moe", "mixtral")}
-    assert converted <= CONVERTED_BY_PEFT.keys()
-    assert {patterns.get(kind, kind) for kind in CONVERTED_BY_PEFT} == {"qwen2_moe", "mixtral"}
+    family = families.get(name)
+    converted = {kind for kind in family.MODEL_TYPES if patterns.get(kind) in fused}
+    words = getattr(family, "CONVERTED_BY_PEFT", None)
+    assert (words is not None) == bool(converted)
+    for kind in converted:
+        assert {word for each in fused[patterns[kind]].values() for word in each} <= {*words}
 
 
 def test_config_has_what_vllm_reads(tmp_path):
@@ -251,3 +256,50 @@ def test_files_of_each_version_of_peft(folder):
     result = merged(ours.ours.graph, adapter.spec, ours.ours.params | adapter.params)
     got = ours.logits(result.params)[:, -1]
     np.testing.assert_allclose(got, np.load(folder / "logits.npy"), atol=1e-4)
+
+
+@pytest.mark.parametrize("media", [True, False], ids=["towers", "text"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("Gemma3"),
+        other("Qwen2_5_VL"),
+        other("Qwen3VL"),
+        other("Qwen3_5"),
+        other("Llama4"),
+    ],
+)
+def test_multimodal_models(kind, media, tmp_path):
+    """With and without towers, the merged weights are those that peft merges, in both
+    directions."""
+    import media_oracles
+    from peft import PeftModel
+
+    import policy
+
+    towers = r".*(visual|vision|audio).*"
+    options = {"target_modules": ["q_proj", "k_proj", "qkv", "down_proj", "gate_proj"]}
+    options |= {} if media else {"exclude_modules": towers}
+    build = media_oracles.build(kind)
+    build.save_pretrained(tmp_path / "base")
+    ours = Base(tmp_path / "base", policy.load(tmp_path / "base", media=media))
+    graph = ours.ours.graph
+
+    def check(its, spec, params):
+        its.merge_and_unload().save_pretrained(tmp_path / "merged")
+        expected = policy.load(tmp_path / "merged", media=media).params
+        got = merged(graph, spec, ours.ours.params | params).params
+        for path, array in expected.items():
+            np.testing.assert_allclose(got[path], array, atol=1e-5, err_msg=path)
+
+    its = adapted(build, r=2, lora_alpha=6, **options)
+    its.save_pretrained(tmp_path / "adapter")
+    adapter = read_adapter(tmp_path / "adapter", graph, ours.weights)
+    assert any(path.startswith("image.") for path in adapter.params) == media
+    check(its, adapter.spec, adapter.params)
+
+    spec = AdapterSpec(rank=2, alpha=4.0, experts="none", targets=(r"self_attn\.[qv]_proj",))
+    params = random_params(ours, spec)
+    write_adapter(tmp_path / "written", graph, spec, params, str(tmp_path / "base"))
+    its = PeftModel.from_pretrained(media_oracles.build(kind), tmp_path / "written")
+    check(its, spec, params)

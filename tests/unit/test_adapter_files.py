@@ -119,7 +119,7 @@ def test_one_scale_for_different_ranks_and_alphas(llama, folder):
     """Ranks are padded with zeros, and scales other than the commonest are multiplied into b."""
     tensors = q_projs((0,)) | q_projs((1,), rank=5)
     directory = folder(tensors, rank_pattern={"layers.1.self_attn.q_proj": 5})
-    spec, params, _ = read_adapter(directory, llama)
+    spec, params, *_ = read_adapter(directory, llama)
     assert (spec.rank, spec.targets) == (5, ("q_proj",))
     a, b = params[f"{Q_PROJ}.lora_a"], params[f"{Q_PROJ}.lora_b"]
     assert a.shape == (2, 32, 5) and b.shape == (2, 5, 4, 12)
@@ -135,7 +135,7 @@ def test_layers_without_an_adapter_have_zeros_and_the_lengths_of_the_base(llama,
     with pytest.raises(ModelFileError, match="together with the base model"):
         read_adapter(directory, llama)
     base = weights(llama)
-    spec, params, _ = read_adapter(directory, llama, base)
+    spec, params, *_ = read_adapter(directory, llama, base)
     assert not params[f"{Q_PROJ}.lora_a"][0].any() and not params[f"{Q_PROJ}.lora_b"][0].any()
     result = merged(llama, spec, base | params).params[Q_PROJ]
     np.testing.assert_allclose(result[0], base[Q_PROJ][0], rtol=1e-5)
@@ -145,7 +145,7 @@ def test_layers_without_an_adapter_have_zeros_and_the_lengths_of_the_base(llama,
 def test_absent_keys_have_the_values_of_peft(llama, folder):
     """r 8 and lora_alpha 8: an absent lora_alpha is not a scale of 0."""
     directory = folder(q_projs(rank=8), r=None, lora_alpha=None)
-    spec, _, base = read_adapter(directory, llama)
+    spec, _, base, _ = read_adapter(directory, llama)
     assert (spec.rank, spec.alpha, spec.scale, base) == (8, 8, 1.0, "")
 
 
@@ -157,7 +157,7 @@ def test_a_spec_survives_a_round_trip(llama, tmp_path):
     assert write_adapter(tmp_path, llama, spec, params, "base") == ()
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["target_modules"] == ["layers.1.self_attn.q_proj"]
-    again, read, _ = read_adapter(tmp_path, llama)
+    again, read, *_ = read_adapter(tmp_path, llama)
     assert (again.targets, again.rank, again.alpha) == (spec.targets, 4, 6.0)
     for path, array in params.items():
         np.testing.assert_array_equal(read[path], array)
@@ -293,7 +293,7 @@ def test_square_experts_go_by_the_version(version, folder):
         with pytest.raises(ModelFileError, match="no peft_version"):
             read_adapter(directory, graph)
         return
-    spec, params, _ = read_adapter(directory, graph)
+    spec, params, *_ = read_adapter(directory, graph)
     path = "stacks.0.layers.0.feed_forward.expert_up_proj"
     a, b = params[f"{path}.lora_a"][0], params[f"{path}.lora_b"][0]  # [X, E, r], [X, r, F]
     prefix = "base_model.model.model.layers.0.mlp.experts.lora_"
@@ -338,7 +338,7 @@ def test_adapters_of_routers_need_the_base(folder):
     with pytest.raises(ModelFileError, match=f"an adapter of {path}"):
         read_adapter(directory, graph)
     base = weights(graph)
-    spec, params, _ = read_adapter(directory, graph, base)
+    spec, params, *_ = read_adapter(directory, graph, base)
     assert spec.train == (path,) and list(params) == [path]
     change = 3 * tensors[name.format(1, "B")] @ tensors[name.format(1, "A")]
     np.testing.assert_allclose(params[path][1], base[path][1] + change.T, rtol=1e-4, atol=1e-5)
@@ -353,8 +353,18 @@ def test_targets_of_what_was_read(folder):
         b = random(8 * 12, 2)
         b[48:] = 0  # no adapter of keys and values
         tensors |= {name.format("A"): random(2, 48), name.format("B"): b}
-    spec, params, _ = read_adapter(folder(tensors, target_modules=["qkv_proj"]), graph)
+    spec, params, *_ = read_adapter(folder(tensors, target_modules=["qkv_proj"]), graph)
     assert {f"{path}.lora_a" for path in targets(graph, spec)} <= params.keys()
     assert not params["stacks.0.layers.0.mixer.k_proj.lora_a"].any()
     with pytest.raises(TargetError):
         targets(graph, AdapterSpec(targets=("k_proj",)))
+
+
+def test_the_score_of_a_reward_model(llama, folder):
+    """peft saves it with the adapter of a sequence classification model."""
+    score = random(1, 32)
+    directory = folder(q_projs() | {"base_model.model.score.weight": score})
+    with pytest.raises(ModelFileError, match="unexpected tensors base_model.model.score.weight"):
+        read_adapter(directory, llama)
+    others = read_adapter(directory, llama, ignore=("score.weight",)).others
+    np.testing.assert_array_equal(others["score.weight"], score)

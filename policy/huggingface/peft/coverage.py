@@ -3,11 +3,11 @@ finds the patterns that name what the file has."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from policy import families
 from policy.adapter_spec import AdapterSpec
 from policy.fields import names
 from policy.huggingface.model_directory import StoredWeight
@@ -22,22 +22,6 @@ from policy.huggingface.peft.targets import (
 from policy.huggingface.peft.tensors import Resolved
 from policy.huggingface.tensorfiles import ModelFileError
 from policy.model import Graph
-
-# Model types whose experts are a tensor each in files and one tensor in the memory of transformers
-# 5, where PEFT 0.19 to 0.21 converts an adapter from one to the other. It takes the names in
-# `target_modules` for parts of the experts, wherever they stand: dense and shared feed-forwards of
-# the same names get no adapter.
-CONVERTED_BY_PEFT = {
-    **dict.fromkeys(("mixtral", "minimax_m2"), ("w1", "w2", "w3")),
-    **dict.fromkeys(
-        (
-            *("deepseek_v2", "deepseek_v3", "deepseek_v32", "ernie4_5_moe", "glm4_moe"),
-            *("glm4_moe_lite", "glm_moe_dsa", "hunyuan_v1_moe", "qwen3_moe", "qwen3_next"),
-            *("qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_omni_moe_text"),
-        ),
-        ("gate_proj", "up_proj", "down_proj"),
-    ),
-}
 
 
 def check(directory: str, graph: Graph, config: AdapterConfig, resolved: Resolved) -> None:
@@ -79,8 +63,9 @@ def _named(
 
 
 def renamed_by_peft(graph: Graph) -> tuple[str, ...]:
-    """Returns the last words of the modules that PEFT takes for parts of the experts."""
-    return CONVERTED_BY_PEFT.get(json.loads(graph.config.hf).get("model_type", ""), ())
+    """Returns the last words of the modules that PEFT 0.19 to 0.21 takes for parts of the experts,
+    wherever they stand: dense and shared feed-forwards of these names get no adapter."""
+    return getattr(families.get(graph.config.family), "CONVERTED_BY_PEFT", ())
 
 
 def _matches(modules: tuple[str, ...] | str, name: str) -> bool:

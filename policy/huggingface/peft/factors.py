@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from policy import families
 from policy.fields import names
 from policy.huggingface.model_directory import StoredWeight
 from policy.huggingface.peft.targets import EMBEDDING, HEAD
@@ -155,11 +156,6 @@ class Factors:
         return stored.join(arrays[: max(1, len(stored.parts))])
 
 
-# Families whose experts are [X, in, out] in transformers 5 without its mark `is_transposed`, so that
-# PEFT since 0.19 takes their inputs for outputs.
-_UNMARKED = ("llama4",)
-
-
 def is_swapped(place: StoredWeight, stored: names.Stored, is_old: bool) -> bool:
     """Returns whether PEFT takes the inputs of experts in one parameter for outputs: before 0.19
     (`is_old`) those of [X, out, in]."""
@@ -170,7 +166,8 @@ def is_swapped(place: StoredWeight, stored: names.Stored, is_old: bool) -> bool:
     outputs = form.lengths.layout.split(" -> ")[0]
     if stored.layout and axes[1][0] == outputs:
         return is_old
-    return not is_old and place.graph.config.family in _UNMARKED
+    family = families.get(place.graph.config.family)
+    return not is_old and getattr(family, "PEFT_SWAPS_EXPERTS", False)
 
 
 def factors(place: StoredWeight, stored: names.Stored, swapped: bool = False) -> Factors | None:

@@ -12,7 +12,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,12 +40,13 @@ from policy.ops.parameter import MatrixDims
 
 class Adapter(NamedTuple):
     """An adapter as it was read: its description, its arrays by path ("P.lora_a", "P.lora_b",
-    "P.magnitude", and "P" itself for weights in `spec.train`), and the name of its base model, as
-    the files give it."""
+    "P.magnitude", and "P" itself for weights in `spec.train`), the name of its base model, as the
+    files give it, and the tensors that `ignore` named, by stored name."""
 
     spec: AdapterSpec
     params: dict[str, np.ndarray]
     base: str
+    others: dict[str, np.ndarray]
 
 
 class _Piece(NamedTuple):
@@ -58,19 +59,23 @@ class _Piece(NamedTuple):
 
 
 def read_adapter(
-    directory: str | os.PathLike, graph: Graph, base: Mapping[str, np.ndarray] | None = None
+    directory: str | os.PathLike,
+    graph: Graph,
+    base: Mapping[str, Any] | None = None,
+    ignore: tuple[str, ...] = (),
 ) -> Adapter:
     """Reads the adapter in `directory` of a model of `graph`.
 
     `base` are the weights of the model. They are needed where the files say a part of an array
     only: full weights of some layers, lengths (DoRA) of some layers, and adapters of weights that
-    have none in Duet, such as routers, which are returned as full weights. Raises ModelFileError
+    have none in Duet, such as routers, which are returned as full weights. `ignore` names tensors
+    of the model that are no weights of `graph`, such as the score of a reward model. Raises ModelFileError
     for files that are missing or damaged, tensors that are missing or unexpected, and adapters
     that Duet does not compute, before `base` is read.
     """
     config = read_adapter_config(directory)
     files = TensorFiles(directory, only=_tensor_file(Path(directory)))
-    resolved = resolve(os.fspath(directory), graph, config, files)
+    resolved = resolve(os.fspath(directory), graph, config, files, ignore)
     coverage.check(os.fspath(directory), graph, config, resolved)
     return _Assembly(os.fspath(directory), graph, config, resolved, base).adapter()
 
@@ -96,7 +101,7 @@ class _Assembly:
         graph: Graph,
         config: AdapterConfig,
         resolved: Resolved,
-        base: Mapping[str, np.ndarray] | None,
+        base: Mapping[str, Any] | None,
     ):
         self._directory = directory
         self._graph = graph
@@ -114,11 +119,11 @@ class _Assembly:
         full |= self._merged(others, full)
         spec = self._spec(own, tuple(sorted(full)))
         params = self._arrays(own, spec) | full
-        return Adapter(spec, params, self._config.base)
+        return Adapter(spec, params, self._config.base, self._resolved.others)
 
     def _pieces(self, tensor: AdaptedTensor) -> list[_Piece]:
-        """Returns the factors of each part of a stored tensor. A part whose rows of B are all 0,
-        next to others that are not, has no adapter."""
+        """Returns the factors of each part of a stored tensor. Two factors of zeros are none, as are
+        those of a part whose rows of B are all 0 next to others that are not."""
         pairs = tensor.form.split(tensor.stored)
         if len(pairs) > 1:
             outputs = len(matrix_dims(self._graph, tensor.place.weight.path).columns)
@@ -130,7 +135,7 @@ class _Assembly:
             for path, pair, is_used in zip(
                 weight.parts(tensor.place.stored), pairs, learns, strict=True
             )
-            if is_used or not any(learns)
+            if is_used or (not any(learns) and pair.a.any())
         ]
 
     def _spec(self, pieces: list[_Piece], train: tuple[str, ...]) -> AdapterSpec:
@@ -224,18 +229,17 @@ class _Assembly:
             if path not in result:
                 start = full[path] if path in full else self._base_weight(path, "an adapter")
                 result[path] = np.array(start, np.float32)
-            if self._config.dora:
-                raise ModelFileError(
-                    f"{self._directory}: DoRA of {path}, which has no adapter in Duet; merge the "
-                    "adapter into its model with peft, merge_and_unload(), and name that model"
-                )
             skipped = len(piece.index)
             rows, columns = matrix_dims(self._graph, path)
             dims = MatrixDims(
                 tuple(dim - skipped for dim in rows), tuple(dim - skipped for dim in columns)
             )
             change = product(piece.pair.a, piece.pair.b, dims, np.einsum)
-            result[path][piece.index] += piece.scale * change
+            total = result[path][piece.index] + piece.scale * change
+            if piece.pair.lengths is not None:
+                norms = np.sqrt(np.square(total).sum(dims.rows, keepdims=True))
+                total *= np.expand_dims(piece.pair.lengths, dims.rows) / norms
+            result[path][piece.index] = total
         return result
 
     def _base_weight(self, path: str, what: str) -> np.ndarray:

@@ -65,13 +65,14 @@ class FullTensor(NamedTuple):
 
 @dataclass
 class Resolved:
-    """The tensors of a file. `copies` are those of an embedding or head that PEFT adds to the
-    adapter, by stored name; `head` is what it holds for a head that the model does not have."""
+    """The tensors of a file. `head` names the modules, and `head_weight` is the weight, of a head
+    that the model does not have, since it is the embedding. `others` are those to ignore."""
 
     adapted: list[AdaptedTensor] = field(default_factory=list)
     full: list[FullTensor] = field(default_factory=list)
     head: list[str] = field(default_factory=list)
     head_weight: np.ndarray | None = None
+    others: dict[str, np.ndarray] = field(default_factory=dict)
 
 
 # The parameters of a module by the depth of their wrappers: ((place, form, parameter), depth).
@@ -110,10 +111,16 @@ class Index:
             self.fused[module][parameter].append(place)
 
 
-def resolve(directory: str, graph: Graph, config: AdapterConfig, files: TensorFiles) -> Resolved:
-    """Returns what the file of an adapter holds. Raises ModelFileError for tensors that are
+def resolve(
+    directory: str,
+    graph: Graph,
+    config: AdapterConfig,
+    files: TensorFiles,
+    ignore: tuple[str, ...] = (),
+) -> Resolved:
+    """Returns what the file of an adapter holds; `ignore` names tensors of no weight. Raises ModelFileError for tensors that are
     unexpected, of the wrong shape, or that lack the other factor."""
-    return _Resolver(directory, graph, config, files).resolve()
+    return _Resolver(directory, graph, config, files).resolve(ignore)
 
 
 class _Resolver:
@@ -130,7 +137,7 @@ class _Resolver:
         self._result = Resolved()
         self._unexpected: list[str] = []
 
-    def resolve(self) -> Resolved:
+    def resolve(self, ignore: tuple[str, ...]) -> Resolved:
         modules: dict[str, dict[str, str]] = defaultdict(dict)
         for key in sorted(self._files.unread):
             name = key.removeprefix(PREFIX)
@@ -138,6 +145,8 @@ class _Resolver:
                 modules[match["module"]][match["kind"]] = key
             elif match := _LENGTHS.fullmatch(name):
                 modules[match["module"]]["lengths"] = key
+            elif name in ignore:
+                self._result.others[name] = self._array(key)
             else:
                 self._add_full(key, name)
         pairs = {module: self._pair(module, keys) for module, keys in modules.items()}

@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import numpy as np
 from policy import families
 from policy.adapter_spec import AdapterSpec
 from policy.fields import names
-from policy.huggingface.model_directory import StoredWeight, places, wrapped
+from policy.huggingface.model_directory import StoredWeight, has_towers, places
 from policy.huggingface.peft import coverage
 from policy.huggingface.peft.adapter_config import CONFIG, TENSORS
 from policy.huggingface.peft.factors import (
@@ -37,6 +37,7 @@ from policy.huggingface.peft.factors import (
 from policy.huggingface.peft.merge import LENGTHS, A, B
 from policy.huggingface.peft.targets import EMBEDDING, HEAD, module_name, routed
 from policy.huggingface.peft.tensors import INNER, PREFIX, Index
+from policy.huggingface.sources import read_object
 from policy.mesh import processes
 from policy.model import Graph
 
@@ -75,7 +76,8 @@ def write_adapter(
     """Writes `adapter_config.json` and `adapter_model.safetensors` in float32 to `directory`.
 
     `params` has the arrays of the adapter by path, and the weights in `spec.train`. `base` is the
-    name of the base model, for `base_model_name_or_path`. Returns the names of the tensors that
+    name of the base model, for `base_model_name_or_path`. If it is the directory of a multimodal
+    model, modules have the names of that model, also where `graph` is its text model. Returns the names of the tensors that
     PEFT 0.21 leaves out when it loads the files, without a message: adapters of dense and shared
     feed-forwards where it renames experts, and weights trained in full that are no module's
     `weight` or `bias` in transformers. All processes take part; the first one writes.
@@ -85,19 +87,31 @@ def write_adapter(
     full = dict(_full_tensors(graph, spec, host))
     tensors = dict(_factor_tensors(modules)) | full
     dropped = [*_dropped_by_peft(graph, modules), *(name for name in full if _outside(name))]
-    rename = dict(_file_names(graph, [*tensors, *dropped]))
+    rename = dict(_file_names(graph, [*tensors, *dropped], base))
     if processes.first():
         config = _config(graph, spec, modules, list(full), base)
         _save(Path(directory), {rename[name]: array for name, array in tensors.items()}, config)
     return tuple(sorted({rename[name] for name in dropped}))
 
 
-def _file_names(graph: Graph, tensors: list[str]) -> Iterator[tuple[str, str]]:
+def _file_names(graph: Graph, tensors: list[str], base: str) -> Iterator[tuple[str, str]]:
     """Yields the names of tensors in the tables of the family with those of PEFT's file."""
-    numbers = ((name, np.zeros(0)) for name in tensors)
-    in_model = wrapped(graph.config, json.loads(graph.config.hf), numbers)
-    for name, (outer, _) in zip(tensors, in_model, strict=True):
-        yield name, PREFIX + outer
+    pairs = _multimodal_prefixes(graph, base)
+    for name in tensors:
+        fits = (pair for pair in pairs if name.startswith(pair[0]))
+        inner, outer = next(fits, ("", ""))
+        yield name, PREFIX + outer + name.removeprefix(inner)
+
+
+def _multimodal_prefixes(graph: Graph, base: str) -> Sequence[tuple[str, str]]:
+    """Returns pairs of a prefix in the tables of the family and what stands for it in the
+    multimodal model that `base` is; none for a text model."""
+    config = Path(base) / "config.json"
+    hf = read_object(config) if config.exists() else json.loads(graph.config.hf)
+    if not (has_towers(graph.config) or "text_config" in hf):
+        return ()
+    family = families.get(graph.config.family)
+    return getattr(family, "MEMORY_PREFIXES", getattr(family, "MULTIMODAL", ()))
 
 
 def _save(directory: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
