@@ -234,7 +234,8 @@ class StageKind(StageWithRows, Generic[State]):
             trained = self.trains_policy and trains_towers(context.model.graph, self.options)
             context.tables.start_stage(trained)
         if restored is not None:
-            self.trainer.row_history = RowHistory.from_json(context.progress.packed_rows)
+            if self.trainer is not None:  # `rl rollout` trains nothing
+                self.trainer.row_history = RowHistory.from_json(context.progress.packed_rows)
             return restored
         context.progress.start_stage(self.algorithm.adaptive_coefs)
         self.restore_curriculum({})

@@ -175,6 +175,20 @@ def test_the_policy_is_its_own_teacher_after_another_prompt(
 
 
 @pytest.mark.slow
+def test_samples_without_rewards_are_recorded_and_taught_later(finished, tmp_path):
+    """The run on recorded samples has the first loss of the run that sampled them itself."""
+    arguments = [str(finished / "run.yml"), *sampling("opd", steps=2)]
+    recorded = tmp_path / "recorded"
+    assert cli.main(["rollout", *arguments, f"run.dir={recorded}"]) == 0
+    assert not [name for row in metrics_of(recorded) for name in row if "reward" in name]
+    later = f"stages.0.rollouts={recorded}"
+    for name, more in (("own", []), ("later", [later])):
+        assert cli.train_main([*arguments, *more, f"run.dir={tmp_path / name}"]) == 0
+    own, taught = (metrics_of(tmp_path / name)[0]["loss"] for name in ("own", "later"))
+    assert own == taught
+
+
+@pytest.mark.slow
 def test_a_column_names_the_teacher_of_a_row(finished, tmp_path):
     """With the teacher of one source for all values, the run is the one of that source."""
     saved(tmp_path / "other", TEACHER, 7)
