@@ -37,6 +37,7 @@ from policy.mesh.sharding import Layout
 from policy.ops.host_memory import belongs_there, fetch, in_host_memory
 from policy.ops.parameter import Constant, MatrixDims, RowTable
 from policy.ops.seeds import checked_seed
+from policy.programs import quantized_weights
 from policy.programs.quantized_weights import QuantizedWeight
 from policy.programs.scoring import Scorer, documents, media_of
 from policy.remat import saved
@@ -55,6 +56,7 @@ class Graph:
 
     def __init__(self, config: DecoderConfig, runtime: Runtime, layout: Layout):
         compatibility.check(config, replace(runtime, layout=layout))
+        quantized_weights.check(replace(runtime, layout=layout))
         expert_parallel.check(config, runtime, layout)
         context_parallel.check(config, runtime, layout)
         batch_split.check(config, runtime)

@@ -16,11 +16,29 @@ import numpy as np
 import qwix
 from jax.sharding import NamedSharding, PartitionSpec
 
-from policy.config import WeightType
+from policy import compatibility
+from policy.compatibility import Conflict
+from policy.config import Runtime, WeightType
 from policy.mesh.sharding import Layout, block_on_cpu_mesh
 from policy.mesh.shards import assembled, shards_of
 from policy.ops.host_memory import fetch, in_host_memory
 from policy.ops.quantization import quantize_blocks
+
+
+def check(runtime: Runtime) -> None:
+    """Raises Conflict if products cannot read weights that are stored quantised."""
+    if runtime.base_weights is None:
+        return
+    stored = "weights that are stored quantised (base_weights)"
+    if runtime.quantization is not None:
+        raise Conflict(
+            f"{compatibility.FEW_BITS} does not go with {stored}: products multiply their floats"
+        )
+    if runtime.layout is not None and runtime.layout.explicit:
+        raise Conflict(
+            f"{compatibility.EXPLICIT} does not go with {stored}: their arrays declare no "
+            "shardings; use auto"
+        )
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import jax
 import jax.numpy as jnp
 
 from policy.layers.layer_embeddings import TABLE
 from policy.media import is_tower
 from policy.mesh.sharding import axes_of
 from policy.model import Graph
+from policy.ops.host_memory import shard_bytes
 from rl.accounting import chips
 from rl.accounting.activations import kept_logits
 from rl.accounting.flops import Operations
@@ -73,7 +75,8 @@ class WeightSizes:
 
     local: stored weights; largest: the largest stored array.
     assembled: weights as its products read them, after the all-gather; layer: the same of the
-    largest layer. outputs: product outputs per token in all layers; widest: in the largest layer;
+    largest layer. read: the bytes of `assembled`, of weights that are stored quantised as they are
+    stored. outputs: product outputs per token in all layers; widest: in the largest layer;
     qkv: for attention. parts: shards of the tokens; the other mesh axes shard products. Tables in
     host memory count nothing, and of a table on the device only rows are read.
     """
@@ -82,7 +85,7 @@ class WeightSizes:
         mesh, self.graph, rules = graph.layout.mesh.shape, graph, dict(graph.layout.rules)
         rows = {*rules["batch"], *rules["length"]}
         self.parts, self.operations = math.prod(mesh[axis] for axis in rows), Operations(graph)
-        self.local = self.largest = self.assembled = self.outputs = self.qkv = 0.0
+        self.local = self.largest = self.assembled = self.read = self.outputs = self.qkv = 0.0
         layers = {}
         outputs = {}
         for path, shape in graph.shapes.items():
@@ -102,7 +105,9 @@ class WeightSizes:
             repeats = sizes[0] if axes[0] == "layers" else 1
             self.local += numbers / math.prod(parts)
             self.largest = max(self.largest, numbers / math.prod(parts))
-            self.assembled += numbers / (math.prod(parts) if path == TABLE else cut)
+            assembled = numbers / (math.prod(parts) if path == TABLE else cut)
+            self.assembled += assembled
+            self.read += assembled * self._bytes_of(path)
             layer = ".".join(path.split(".")[:4])
             if axes[0] == "layers":
                 layers[layer] = layers.get(layer, 0.0) + numbers / cut / repeats
@@ -128,6 +133,15 @@ class WeightSizes:
             max(outputs.values(), default=0.0),
         )
 
+    def _bytes_of(self, path: str) -> float:
+        """Returns the bytes of a number of a weight that a product reads."""
+        if path not in self.graph.quantized:
+            return self.bytes
+        stored = self.graph.quantized_weight(path).abstract
+        return sum(map(shard_bytes, jax.tree.leaves(stored))) / math.prod(
+            stored.qvalue.sharding.shard_shape(stored.shape)
+        )
+
     @cached_property
     def bytes(self) -> int:
         """Returns the bytes of a number in a product."""
@@ -140,7 +154,7 @@ class WeightSizes:
         numbers = sequences * length
         tokens = numbers / min(self.parts, max(1, numbers))
         work = self.operations.forward([length] * sequences) / size
-        return work, self.bytes * (self.assembled + 4 * tokens * self.outputs)
+        return work, self.read + self.bytes * 4 * tokens * self.outputs
 
     def kept(self, remat: str) -> float:
         """Returns the product outputs per token, in all layers, that a remat policy keeps for the

@@ -9,11 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import qwix
-from oracles import random_model, short
+from oracles import by_kind, random_model, short
 
 import policy
 from policy import families, modes
+from policy.compatibility import Conflict
 from policy.config import Runtime
+from policy.mesh.sharding import layout
+from policy.model import Graph
 from policy.ops.host_memory import shard_bytes
 from policy.ops.linear import linear, ragged_linear
 from policy.ops.quantization import (
@@ -151,12 +154,49 @@ def test_gradients_go_through_scans_and_checkpoints(kind):
 def as_floats(model) -> policy.Model:
     """The model with the floats by which the products of `model` multiply."""
     runtime = dataclasses.replace(model.graph.runtime, base_weights=None)
-    graph = type(model.graph)(model.config, runtime, model.graph.layout)
+    graph = Graph(model.config, runtime, model.graph.layout)
     params = {
         path: dequantised(array) if path in model.graph.quantized else array
         for path, array in model.params.items()
     }
     return policy.Model(graph, params)
+
+
+def stored(model, **runtime) -> policy.Model:
+    """The model with its weights of products quantised."""
+    how = dataclasses.replace(model.graph.runtime, **runtime)
+    graph = Graph(model.config, how, model.graph.layout)
+    params = {
+        path: graph.quantized_weight(path).of(array) if path in graph.quantized else array
+        for path, array in model.params.items()
+    }
+    return policy.Model(graph, params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", by_kind())
+def test_every_product_of_a_family_reads_quantised_weights(kind):
+    model = random_model(families.read(short(kind)))
+    quantised = stored(model, base_weights="nf4", base_block=16)
+    floats = as_floats(quantised)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(1, model.config.vocab_size, (2, 11)))
+
+    def outputs(model):
+        """Log-probabilities, and the gradient of their sum in the embedding."""
+
+        def logprobs(table, params):
+            step = modes.make_step(tokens)
+            params = params | {"embed_tokens": table}
+            logp = model.graph.logprobs(params, tokens, step, 1.0)[0]
+            return logp.sum(), logp
+
+        others = {path: array for path, array in model.params.items() if path != "embed_tokens"}
+        gradient = jax.jit(jax.grad(logprobs, has_aux=True))
+        return gradient(model.params["embed_tokens"], others)
+
+    (gradient, logp), (expected, expected_logp) = map(outputs, (quantised, floats))
+    np.testing.assert_allclose(logp, expected_logp, atol=1e-5)
+    np.testing.assert_allclose(gradient, expected, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +271,7 @@ def test_modules_that_start_fresh_are_quantised(directory):
 
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_a_program_of_a_gradient_has_no_floats_of_a_stack(remat):
-    """Its parameter count tells a stacked weight from other arrays: its hidden size is prime."""
+    """Sizes are prime, so that no other array has as many numbers as a stacked weight."""
     config = families.read(
         short(
             "Qwen3",
@@ -262,6 +302,21 @@ def test_a_program_of_a_gradient_has_no_floats_of_a_stack(remat):
     assert not stacks(gradient.lower(others, base).compile())
     floats = {path: dequantised(array) for path, array in base.items()}
     assert stacks(gradient.lower(others, floats).compile())  # the measure sees them
+
+
+@pytest.mark.parametrize(
+    ("runtime", "mesh", "named"),
+    [
+        (Runtime(quantization="int8"), None, "model.quantization"),
+        (Runtime(), {"explicit": True}, "mesh.shard_mode: explicit"),
+    ],
+)
+def test_products_that_cannot_read_them_are_refused(runtime, mesh, named):
+    config = families.read(short("Llama"))
+    devices = layout({"fsdp": 1}, devices=jax.devices()[:1])
+    devices = dataclasses.replace(devices, **(mesh or {}))
+    with pytest.raises(Conflict, match=named):
+        policy.create(config, runtime=runtime, mesh=devices, base_weights="nf4")
 
 
 @pytest.mark.parametrize("dtype", [jnp.int4, jnp.uint4])

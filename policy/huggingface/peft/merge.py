@@ -18,6 +18,7 @@ from policy.huggingface.peft.factors import matrix_dims
 from policy.huggingface.peft.targets import EMBEDDING, HEAD
 from policy.model import Graph
 from policy.ops.parameter import MatrixDims
+from policy.ops.quantization import dequantised
 
 # The names of the arrays of an adapted weight P: P.lora_a, P.lora_b and, with DoRA, P.magnitude.
 A = "lora_a"
@@ -65,7 +66,7 @@ def merged(graph: Graph, spec: AdapterSpec, params: Mapping[str, Any]) -> Merged
     for path in adapted:
         weight = params[path]
         if isinstance(weight, qwix.QArray):
-            weight = qwix.dequantize(weight)
+            weight = dequantised(weight)
         sum_, change = _merge(
             weight,
             params[f"{path}.{A}"],
