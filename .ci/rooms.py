@@ -22,12 +22,12 @@ ORDER = {
         *(
             "json_types",
             "options",
+            "adapter_spec",
             "mesh",
-            "runtime",
             "specs",
+            "runtime",
             "media",
             "config",
-            "adapter_spec",
             "intermediates",
             "ops",
             "cache",
@@ -45,7 +45,7 @@ ORDER = {
             "modes",
             "programs",
         ),
-        *("model", "execution", "hook", "fields", "families", "huggingface", "public"),
+        *("model", "adapters", "execution", "hook", "fields", "families", "huggingface", "public"),
     ],
     "rewards": [
         "suggest",

@@ -45,6 +45,7 @@ GATED = "gated residual streams"
 MEDIA = "pictures or sounds"
 LOOKS_AHEAD = "attention to later parts of a picture"
 DEEPSTACK = "deepstack features"
+ADAPTER = "model.adapter"
 
 # Unordered pairs of features that are refused, and the reason.
 INCOMPATIBLE: dict[tuple[str, str], str] = {
@@ -118,6 +119,12 @@ INCOMPATIBLE: dict[tuple[str, str], str] = {
         SPLIT,
     ): "the schedule halves the rows of arrays, and the table of pictures has no rows of the batch",
     (MEDIA, EXPLICIT): "reads of the table of pictures declare no shardings; use auto",
+    (
+        ADAPTER,
+        FEW_BITS,
+    ): "it rounds what the weights and their adapters add up to, which is not there",
+    (ADAPTER, SPLIT): "the schedule exchanges weights of experts without their adapters",
+    (ADAPTER, EXPLICIT): "the products of adapters declare no shardings; use auto",
     (DEEPSTACK, HYPER): "which of the residual streams gets the features is not defined",
     (LOOKS_AHEAD, RING): "a picture may be cut between devices; use all_gather or ulysses",
     (LOOKS_AHEAD, BALANCE): "a picture may be cut between early and late parts of a sequence",
@@ -163,6 +170,7 @@ def features(
         or "offload" in dict(runtime.remat_tensors).values(),
         MEDIA: media,
         LOOKS_AHEAD: media and config.looks_ahead,
+        ADAPTER: runtime.adapter is not None,
         DEEPSTACK: media and any(spec.deepstack for spec in config.layers),
     }
     return frozenset(name for name, is_on in on.items() if is_on)

@@ -32,6 +32,7 @@ from policy.layers.prediction_module import PredictionModule
 from policy.layers.residual import streams
 from policy.mesh.explicit import in_explicit_mode, with_explicit_axes
 from policy.mesh.sharding import Layout, axes_of, constrain, decoded, row_major, sharded_lookup
+from policy.ops.adapted import Adapted
 from policy.ops.dropout import drop
 from policy.ops.host_memory import fetch_layer, lies_on_host
 from policy.ops.norms import norm
@@ -231,6 +232,9 @@ def _as_stored(weights, runtime: Runtime):
 
     def of_variable(variable):
         axes = (variable.get_metadata("out_sharding") or ())[1:]
+        value = variable.get_value()
+        if isinstance(value, Adapted):
+            return variable.replace(replace(value, base=pinned(value.base, axes)))
         return jax.tree.map(lambda array: pinned(array, axes), variable)
 
     return jax.tree.map(of_variable, weights, is_leaf=lambda node: isinstance(node, nnx.Variable))
@@ -241,6 +245,7 @@ def _is_expert(variable: nnx.Variable) -> bool:
     F]."""
     axes = variable.get_metadata("out_sharding") or ()
     value = variable.get_value()
+    value = value.base if isinstance(value, Adapted) else value
     return (
         isinstance(value, jax.Array)
         and len(axes) == 4

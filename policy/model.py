@@ -34,6 +34,16 @@ from policy.heads import features, head
 from policy.intermediates import Aux
 from policy.layers import batch_split
 from policy.mesh.sharding import Layout
+from policy.ops.adapted import (
+    FACTOR,
+    LORA_A,
+    LORA_B,
+    MAGNITUDE,
+    Adapted,
+    DoraParts,
+    dora_factor,
+    dora_factors,
+)
 from policy.ops.host_memory import belongs_there, fetch, in_host_memory
 from policy.ops.parameter import Constant, MatrixDims, RowTable
 from policy.ops.seeds import checked_seed
@@ -180,10 +190,45 @@ class Graph:
             p: array if p.startswith("stacks.") or p in stay else fetch(array)
             for p, array in params.items()
         }
-        return nnx.merge(
-            self._definition,
-            jax.tree.unflatten(self._treedef, [params[path] for path in self.paths]),
-        )
+        weights = [self._weight(path, params) for path in self.paths]
+        return nnx.merge(self._definition, jax.tree.unflatten(self._treedef, weights))
+
+    def _weight(self, path: str, params: dict[str, jax.Array]) -> Any:
+        """Returns the weight at `path` with its adapter, if `params` have one."""
+        if path + LORA_A not in params:
+            return params[path]
+        adapter = self.runtime.adapter
+        assert adapter is not None, f"the runtime says nothing of the adapter of {path}"
+        factor = params.get(path + FACTOR)
+        if factor is None and path + MAGNITUDE in params:
+            factor = self._dora_factor(path, params)
+        a = params[path + LORA_A]
+        b = params[path + LORA_B]
+        return Adapted(params[path], a, b, factor, adapter.scale, self.layer_dims(path))
+
+    def with_dora_factors(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Returns the weights with the factors of DoRA in the place of its magnitudes, for a
+        program that calls `decoder` again and again."""
+        paths = [path for path in self.paths if path + MAGNITUDE in params]
+        factors = {path + FACTOR: self._dora_factor(path, params) for path in paths}
+        others = {path: each for path, each in params.items() if not path.endswith(MAGNITUDE)}
+        return others | factors
+
+    def _dora_factor(self, path: str, params: dict[str, Any]) -> Any:
+        """Returns the factor of DoRA of the weight at `path`."""
+        adapter = self.runtime.adapter
+        assert adapter is not None  # weights with magnitudes have one
+        parts = DoraParts(*(params[path + end] for end in ("", LORA_A, LORA_B, MAGNITUDE)))
+        stacked = self.axes[path][:1] == ("layers",)
+        compute = dora_factors if stacked else dora_factor
+        return compute(parts, adapter.scale, self.layer_dims(path))
+
+    def layer_dims(self, path: str) -> MatrixDims:
+        """Returns the dimensions that products read of the weight of one layer."""
+        rows, columns = self.matrices[path]
+        if self.axes[path][:1] != ("layers",):
+            return MatrixDims(rows, columns)
+        return MatrixDims(tuple(dim - 1 for dim in rows), tuple(dim - 1 for dim in columns))
 
     def cast_for_products(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Casts the weights that only products read to the dtype of the products, as a layer would.

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from policy.adapter_spec import AdapterSpec
 from policy.options import option
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class Runtime:
     during its warm-up. `mtp`: the decoder also returns the log-probabilities of its prediction
     modules, whose gradient reaches all weights (joint) or the modules' own weights only (detached).
     `tentative`: part of a call over a cache may be taken back (policy/cache/cache.py).
+
+    Adapter. Where the weights of a call have those of an adapter, `adapter` says how they count; the
+    policy of a run with an adapter trains these alone (policy/adapters/learning.py).
 
     Mesh. `layout` is set by the Graph. `expert_parallel` is the scheme of
     policy/experts/expert_parallel.py (auto: gather). An expert takes at most `capacity_factor`
@@ -155,6 +159,7 @@ class Runtime:
     )
     base_weights: WeightType | None = None
     base_block: int | None = 64
+    adapter: AdapterSpec | None = None
     layout: Layout | None = None
 
     @property

@@ -13,10 +13,27 @@ AllLinear = Literal["all-linear"]
 
 
 @dataclass(frozen=True)
+class Target:
+    """An adapted weight of a decoder.
+
+    path: of the weight. rank: of its factors. repeats: the repeats of its stack that have the
+    adapter, of the others both factors stay 0; None: all of them, or a weight outside of stacks.
+    """
+
+    path: str
+    rank: int
+    repeats: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
 class AdapterSpec:
     """Factors A and B of rank `rank` for each adapted weight W: the product reads W + scale B A
     (LoRA, arXiv 2106.09685), or with `dora` that sum with its outputs scaled to trained lengths
-    (DoRA, arXiv 2402.09353)."""
+    (DoRA, arXiv 2402.09353).
+
+    adapted: the weights of one decoder that have the adapter, which follow from the options and the
+    names of its weights (policy/huggingface/peft/targets.py); empty until they are known.
+    """
 
     rank: int = option(32, ge=1, description="rank of the factors")
     alpha: float = option(
@@ -48,15 +65,13 @@ class AdapterSpec:
         False, description="multiply by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)"
     )
     dora: bool = option(False, description="learn the length of each output's weights (DoRA)")
-    dropout: float = option(
-        0.0, ge=0, lt=1, description="rate of dropout on the input of the first factor"
-    )
     train: tuple[str, ...] = option(
         (), description="paths of weights that are trained in full (PEFT's modules_to_save)"
     )
     dtype: Literal["float32", "bfloat16"] = option(
         "float32", description="number format of the factors"
     )
+    adapted: tuple[Target, ...] = ()
 
     @property
     def scale(self) -> float:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from policy.attention import block_attention, flash_attention
 from policy.attention.attention import temperature
@@ -28,7 +29,8 @@ from policy.config import DecoderConfig, Indexer, LatentAttention, Rope, Runtime
 from policy.intermediates import LayerAux
 from policy.mesh.explicit import in_explicit_mode, reshard_like
 from policy.mesh.sharding import decoded, from_cache, to_cache
-from policy.ops.linear import linear, rounded
+from policy.ops.adapted import Adapted
+from policy.ops.linear import Weight, linear, rounded
 from policy.ops.norms import RMSNorm
 from policy.ops.parameter import normal, weight, zeros
 from policy.ops.rope import rotate
@@ -55,6 +57,57 @@ class Expansion:
         )
         keys = jnp.concatenate([k_nope, k_rope], axis=-1)
         return checkpoint_name(keys, "key_proj"), checkpoint_name(values, "value_proj")
+
+
+@dataclass(frozen=True)
+class AbsorbedWeight:
+    """The columns of `kv_b_proj` for D numbers of each head, of keys or of values: W [c, H, D].
+
+    With an adapter keys and values are factor * (W l + b a l) of a latent l, for a [c, r], b [r, H,
+    D] with the scale in it, and factor [H, D]; None where there is none.
+    """
+
+    base: jax.Array
+    a: jax.Array | None = None
+    b: jax.Array | None = None
+    factor: jax.Array | None = None
+
+    @classmethod
+    def split(
+        cls, kv_b: Weight, nope_dim: int, dtype: DTypeLike, runtime: Runtime
+    ) -> tuple[AbsorbedWeight, AbsorbedWeight]:
+        """Returns the columns of the keys, `nope_dim` for each head, and those of the values."""
+
+        def parts(array: jax.Array) -> list[jax.Array]:
+            return jnp.split(array.astype(dtype), [nope_dim], axis=-1)
+
+        if not isinstance(kv_b, Adapted):
+            keys, values = parts(rounded(kv_b, (0,), dtype, runtime))
+            return cls(keys), cls(values)
+        keys, values = parts(rounded(kv_b.base, (0,), dtype, runtime))
+        b_keys, b_values = parts(kv_b.b * kv_b.scale)
+        a = kv_b.a.astype(dtype)
+        f_keys, f_values = (None, None) if kv_b.factor is None else parts(kv_b.factor)
+        return cls(keys, a, b_keys, f_keys), cls(values, a, b_values, f_values)
+
+    def to_latent(self, q_BHTD: jax.Array) -> jax.Array:
+        """Returns the queries [B, H, T, c] whose products with latents are those of `q` with
+        keys."""
+        if self.factor is not None:
+            q_BHTD = q_BHTD * self.factor[:, None]
+        q_BHTc = jnp.einsum("bhtd,chd->bhtc", q_BHTD, self.base)
+        if self.a is None:
+            return q_BHTc
+        low = jnp.einsum("bhtd,rhd->bhtr", q_BHTD, self.b)
+        return q_BHTc + jnp.einsum("bhtr,cr->bhtc", low, self.a)
+
+    def from_latent(self, latent_BHTc: jax.Array) -> jax.Array:
+        """Returns the values [B, H, T, D] of sums of latents."""
+        out_BHTD = jnp.einsum("bhtc,chd->bhtd", latent_BHTc, self.base)
+        if self.a is not None:
+            low = jnp.einsum("bhtc,cr->bhtr", latent_BHTc, self.a)
+            out_BHTD = out_BHTD + jnp.einsum("bhtr,rhd->bhtd", low, self.b)
+        return out_BHTD if self.factor is None else out_BHTD * self.factor[:, None]
 
 
 class MultiHeadLatentAttention(nnx.Module):
@@ -145,11 +198,11 @@ class MultiHeadLatentAttention(nnx.Module):
             out = checkpoint_name(out, "attention_out")
         else:
             assert cache is not None and visible is not None
-            w_k, w_v = jnp.split(
-                rounded(self.kv_b_proj[...], (0,), x_BTE.dtype, runtime), [spec.nope_dim], axis=-1
+            of_keys, of_values = AbsorbedWeight.split(
+                self.kv_b_proj[...], spec.nope_dim, x_BTE.dtype, runtime
             )
             keys = visible.arrays["latent"]
-            q = jnp.concatenate([jnp.einsum("bhtd,chd->bhtc", q_nope, w_k), q_rope], axis=-1)
+            q = jnp.concatenate([of_keys.to_latent(q_nope), q_rope], axis=-1)
             q = to_cache(q, layout)
             values = keys[..., : spec.kv_lora_rank]
             out = decode_latent(q * spec.scale, cache, step, spec, runtime)
@@ -157,7 +210,7 @@ class MultiHeadLatentAttention(nnx.Module):
             if out is None:
                 mask = self._mask(step, visible, index_queries, cache, runtime)
                 out, aux = self._attend(q * spec.scale, keys, values, mask, cache, runtime)
-            out = jnp.einsum("bhtc,chd->bhtd", from_cache(out, runtime.layout), w_v)
+            out = of_values.from_latent(from_cache(out, runtime.layout))
         out = from_cache(out, runtime.layout)
         out = self._biased(linear("bhtd,hde->bte", out, self.o_proj[...], runtime), "o")
         return LayerOutput(checkpoint_name(out, "out_proj"), cache, aux)

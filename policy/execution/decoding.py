@@ -22,8 +22,10 @@ import numpy as np
 import qwix
 from jax.typing import ArrayLike
 
+from policy.adapters.learning import is_adapter
 from policy.execution.array_identity import ArrayIdentity
 from policy.model import Graph
+from policy.ops.adapted import FACTOR, LORA_A, LORA_B, MAGNITUDE, DoraParts, dora_factor
 from policy.ops.projection import DecodingMatrices, Projection
 
 # Weights of one module that read the same input. If they are small together, they become one
@@ -73,7 +75,7 @@ class DecodingWeights:
         """Returns the weights; a weight of a stack becomes a tuple with one copy for each repeat. A
         copy is an array, or DecodingMatrices under the first of their paths. `prepare_for_decoding`
         reads the result."""
-        stacks, others = _stacks(params, leave=self._graph.hosted)
+        stacks, others = _stacks(params, leave=self._not_copied(params))
         arrays = jax.tree.leaves(stacks)
         if self._identity.update(arrays):
             self.release()  # the old copies go before the new ones come
@@ -83,10 +85,15 @@ class DecodingWeights:
             self._identity.update(arrays)  # not before all are copied
         return others | self._copies
 
+    def _not_copied(self, params: Params) -> frozenset[str]:
+        """Returns the paths of weights of stacks that are read where they are: those in host
+        memory, and adapters, which are small and change while the weights under them stay."""
+        return self._graph.hosted | frozenset(filter(is_adapter, params))
+
     def abstract(self, params: Params) -> Params:
         """Returns the result of `prepare` with shapes in the place of the copies. `params` may be
         abstract."""
-        stacks, others = _stacks(params, leave=self._graph.hosted)
+        stacks, others = _stacks(params, leave=self._not_copied(params))
         for stack in stacks:
             repeat = jax.eval_shape(self._copy, stack, np.int32(0))
             others |= {path: (each,) * _repeats(stack) for path, each in repeat.items()}
@@ -121,6 +128,7 @@ def prepare_for_decoding(graph: Graph, params: Params) -> Params:
             prepared |= {each: Repeats(own[each] for own in projections) for each in projections[0]}
         else:
             prepared[path] = Repeats(repeats)
+    prepared = _with_dora_factors(graph, prepared)
     head = "embed_tokens" if graph.config.tied_head else "lm_head"
     if _makes_matrices(graph) and head not in graph.hosted:
         prepared[head] = _head(params[head])
@@ -128,6 +136,25 @@ def prepare_for_decoding(graph: Graph, params: Params) -> Params:
         # Without the barrier XLA converts the head at each step.
         prepared[head] = jax.lax.optimization_barrier(_as_computed(graph, params[head]))
     return prepared
+
+
+def _with_dora_factors(graph: Graph, params: Params) -> Params:
+    """Returns the weights of unrolled layers with the factors of DoRA in the place of its
+    magnitudes."""
+    adapter = graph.runtime.adapter
+    for path in [path for path in graph.paths if path + MAGNITUDE in params]:
+        assert adapter is not None  # weights with magnitudes have one
+        parts = [params[path + end] for end in ("", LORA_A, LORA_B)]
+        magnitude: Any = params.pop(path + MAGNITUDE)
+        rule = adapter.scale, graph.layer_dims(path)
+        if isinstance(magnitude, Repeats):
+            repeats = zip(*map(iter, (*parts, magnitude)), strict=True)
+            params[path + FACTOR] = Repeats(
+                dora_factor(DoraParts._make(each), *rule) for each in repeats
+            )
+        else:
+            params[path + FACTOR] = dora_factor(DoraParts._make((*parts, magnitude)), *rule)
+    return params
 
 
 def _as_computed(graph: Graph, weight: Any) -> Any:

@@ -230,12 +230,12 @@ class ExpertShards:
         }
 
     def _partition_spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
-        names = experts.AXES[name]
+        names = experts.axes_of(name, len(shape))
         dims = []
         for logical, stored, size in zip(
             names, axes_of_dims(self.layout.spec(names, shape)), shape, strict=True
         ):
-            kept = self.kept.get(logical, ())
+            kept = () if logical is None else self.kept.get(logical, ())
             extra = tuple(axis for axis in stored if axis in self.token_axes - self.kept_axes)
             if size % math.prod(self.layout.mesh.shape[axis] for axis in kept + extra):
                 extra = ()

@@ -21,7 +21,9 @@ from jax.ad_checkpoint import checkpoint_name
 from policy.config import Moe, Runtime
 from policy.experts.grouped import Block, GroupedRows, by_row, combine, dispatch, plan, product
 from policy.experts.mlp import ACTIVATIONS, gated
+from policy.ops.adapted import Adapted
 from policy.ops.linear import Weight, linear
+from policy.ops.parameter import MatrixDims
 
 # Logical axes of the weights of experts, by name. Biases [G, F] and [G, E] are small: `down_bias`
 # is stored with a full last axis.
@@ -33,8 +35,10 @@ AXES = {
     "up_bias": ("exp", "mlp_moe"),
     "down_bias": ("exp", None),
 }
-
 Weights = dict[str, Weight]
+"""By the names of AXES, and of an adapter of weight `w`: `w_a` [G, E, r] and `w_b` [G, r, F],
+multiplied by its scale, and `w_factor` [G, F] (policy/ops/adapted.py). Of factors that all experts
+share G is left out."""
 
 # At most so many tokens go through every expert on TPU: reading the weights bounds the time of
 # these products, and a grouped product with one layer of stacked weights starts with a copy of
@@ -53,6 +57,39 @@ class Routed:
     rows: jax.Array
     plan: GroupedRows
     weights: jax.Array
+
+
+def axes_of(name: str, ndim: int) -> tuple[str | None, ...]:
+    """Returns the logical axes of the entry `name` of Weights, which has `ndim` dimensions."""
+    if name in AXES:
+        return AXES[name]
+    weight, _, part = name.rpartition("_")
+    exp, rows, columns = AXES[weight]
+    axes = {"a": (exp, rows, None), "b": (exp, None, columns), "factor": (exp, columns)}[part]
+    return axes[len(axes) - ndim :]
+
+
+def entries(name: str, weight: Weight) -> Weights:
+    """Returns the entries of Weights for the weight `name`."""
+    if not isinstance(weight, Adapted):
+        return {name: weight}
+    adapter = {f"{name}_a": weight.a, f"{name}_b": weight.b * weight.scale}
+    factor = {} if weight.factor is None else {f"{name}_factor": weight.factor}
+    return {name: weight.base} | adapter | factor
+
+
+def _adapted(weights: Weights, name: str) -> Weight:
+    """Returns the weight `name` with its adapter, if it has one."""
+    if f"{name}_a" not in weights:
+        return weights[name]
+    return Adapted(
+        weights[name],
+        a=weights[f"{name}_a"],
+        b=weights[f"{name}_b"],
+        factor=weights.get(f"{name}_factor"),
+        scale=1.0,
+        dims=MatrixDims(rows=(1,), columns=(2,)),
+    )
 
 
 def route(
@@ -114,7 +151,7 @@ def down(weights: Weights, inner: Routed, runtime: Runtime) -> Routed:
 
 def _linear(weights: Weights, name: str, routed: Routed, runtime: Runtime) -> jax.Array:
     bias = cast(jax.Array | None, weights.get(f"{name}_bias"))
-    return product(routed.rows, weights[name], routed.plan, runtime, bias)
+    return product(routed.rows, _adapted(weights, name), routed.plan, runtime, bias)
 
 
 def unroute(routed: Routed) -> jax.Array:
@@ -144,7 +181,7 @@ def through_every(
     x_NE, experts_NK, weights_NK = tokens
     weight_GN1 = _by_expert(weights_NK, experts_NK, groups)
     names = inputs(spec)
-    products = [linear("ne,gef->gnf", x_NE, weights[name], runtime) for name in names]
+    products = [linear("ne,gef->gnf", x_NE, _adapted(weights, name), runtime) for name in names]
     if spec.weigh == "input":  # which these products are linear in
         products = [each * weight_GN1.astype(each.dtype) for each in products]
         weight_GN1 = _by_expert(jnp.ones_like(weights_NK), experts_NK, groups)
@@ -155,16 +192,23 @@ def through_every(
         [checkpoint_name(each, f"mlpwi_{i}") for i, each in enumerate(products)], spec
     )
     inner_GNF = jnp.where(weight_GN1 != 0, inner_GNF * weight_GN1, 0.0).astype(inner_GNF.dtype)
-    if runtime.quantization is None and not isinstance(weights["down"], qwix.QArray):
-        out_NE = linear("gnf,gfe->ne", inner_GNF, weights["down"], runtime)
-    else:  # scales of numbers differ between experts
-        out_NE = linear("gnf,gfe->gne", inner_GNF, weights["down"], runtime).sum(axis=0)
+    down = _adapted(weights, "down")
+    if "down_factor" in weights or _quantised(weights["down"], runtime):
+        # Scales of numbers differ between experts.
+        out_NE = linear("gnf,gfe->gne", inner_GNF, down, runtime).sum(axis=0)
+    else:
+        out_NE = linear("gnf,gfe->ne", inner_GNF, down, runtime)
     if "down_bias" in weights:
         bias_NE = jnp.einsum(
             "gn,ge->ne", weight_GN1[..., 0], _bias(weights, "down").astype(jnp.float32)
         )
         out_NE = out_NE + bias_NE.astype(out_NE.dtype)
     return checkpoint_name(out_NE, "mlpwo")
+
+
+def _quantised(weight: Weight, runtime: Runtime) -> bool:
+    """Tells whether products with a weight have numbers with scales."""
+    return runtime.quantization is not None or isinstance(weight, qwix.QArray)
 
 
 def _bias(weights: Weights, name: str) -> jax.Array:

@@ -15,14 +15,16 @@ of an expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import qwix
+from jax.typing import DTypeLike
 
 from policy.config import Runtime
+from policy.ops.adapted import Adapted
 from policy.ops.linear import Weight, linear, ragged_linear
 
 # Each group of rows starts at a multiple of this number; None: groups follow one another without
@@ -187,9 +189,8 @@ def product(
     """Computes rows[m] @ weights[group of m] + bias[group of m] in the rows' dtype: [M, F]."""
     if plan.block_group is not None:
         blocks = rows_ME.reshape(plan.block_group.shape[0], -1, rows_ME.shape[-1])
-        weights: Any = weights_GEF
-        weights = weights if isinstance(weights, qwix.QArray) else weights.astype(rows_ME.dtype)
-        out = linear("bre,bef->brf", blocks, weights[plan.block_group], runtime)
+        weights = _of_groups(weights_GEF, plan.block_group, rows_ME.dtype)
+        out = linear("bre,bef->brf", blocks, weights, runtime)
         out = out.reshape(rows_ME.shape[0], -1)
     else:
         out = ragged_linear(rows_ME, weights_GEF, plan.sizes.astype(jnp.int32), runtime)
@@ -198,3 +199,13 @@ def product(
     # Kernels leave rows past the last group undefined. `where` makes these 0 here and in the
     # gradient.
     return jnp.where(plan.used, out, 0) if plan.partial and plan.block_group is None else out
+
+
+def _of_groups(weights_GEF: Weight, group_B: jax.Array, dtype: DTypeLike) -> Weight:
+    """Returns the weights of the groups of blocks of rows."""
+    if isinstance(weights_GEF, Adapted):
+        base = _of_groups(weights_GEF.base, group_B, dtype)
+        return replace(weights_GEF.of_groups(group_B), base=base)
+    weights: Any = weights_GEF
+    weights = weights if isinstance(weights, qwix.QArray) else weights.astype(dtype)
+    return weights[group_B]

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from policy.cache.step import Step
 from policy.config import DecoderConfig, Moe, Runtime
 from policy.experts.expert_parallel import mixture
-from policy.experts.experts import AXES, Weights, inputs
+from policy.experts.experts import AXES, Weights, entries, inputs
 from policy.experts.mlp import FeedForward
 from policy.experts.router import ExpertChoice, TopKRouter, choose
 from policy.intermediates import LayerAux
@@ -113,9 +113,10 @@ class MixtureOfExperts(nnx.Module):
         names = {name: f"expert_{name}_proj" for name in parts}
         if self.spec.bias:
             names |= {f"{name}_bias": f"expert_{name}_bias" for name in parts}
-        return {
-            name: _ready(getattr(self, path)[...], dtype, runtime) for name, path in names.items()
-        }
+        weights: Weights = {}
+        for name, path in names.items():
+            weights |= entries(name, getattr(self, path)[...])
+        return {name: _ready(each, dtype, runtime) for name, each in weights.items()}
 
 
 def _ready(weight: Weight, dtype: DTypeLike, runtime: Runtime) -> Weight:

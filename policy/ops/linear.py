@@ -8,9 +8,10 @@ In training a weight is an array of floats, and `Runtime.quantization` names the
 product is computed (policy/ops/quantization.py). For rollouts (rollout/engine/weights.py), and if
 nothing trains it (`Runtime.base_weights`), it may be a `qwix.QArray`, which is multiplied as floats
 in the dtype of the activations, or, with a rule, by quantised activations. Its floats exist while
-their product is computed: the backward pass makes them again. In decoding on CPU it is a `Projection`, stored for fast products
-(policy/ops/projection.py). In decoding on TPU the weights of experts are `StackedWeight`s, which a
-kernel reads in place (policy/ops/stacked.py).
+their product is computed: the backward pass makes them again. With an adapter it is an `Adapted`
+(policy/ops/adapted.py) over any of these. In decoding on CPU it is a `Projection`, stored for fast
+products (policy/ops/projection.py). In decoding on TPU the weights of experts are
+`StackedWeight`s, which a kernel reads in place (policy/ops/stacked.py).
 
 M rows, E inputs of a product, F outputs, G groups of rows (experts).
 """
@@ -33,10 +34,11 @@ from policy.config import Runtime
 from policy.mesh.explicit import in_explicit_mode, spec_of
 from policy.mesh.sharding import Layout
 from policy.ops import grouped_kernel, quantization, stacked_kernel
+from policy.ops.adapted import Adapted
 from policy.ops.projection import Projection
 from policy.ops.stacked import StackedWeight
 
-Weight = jax.Array | qwix.QArray | Projection | StackedWeight
+Weight = jax.Array | qwix.QArray | Projection | StackedWeight | Adapted
 
 
 def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax.Array:
@@ -44,6 +46,14 @@ def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax
     leading dimensions of x."""
     rule = runtime.quantization
     weight = weight.one if isinstance(weight, StackedWeight) else weight
+    if isinstance(weight, Adapted):
+        equation = _spelled(equation, x)
+        y = linear(equation, x, weight.base, runtime)
+
+        def product(equation: str, x: jax.Array, factor: jax.Array) -> jax.Array:
+            return _of_floats(equation, x, factor.astype(x.dtype), runtime.layout)
+
+        return weight.with_delta(equation, x, y, product)
     if rule is None and isinstance(weight, jax.Array):
         return _of_floats(equation, x, weight.astype(x.dtype), runtime.layout)
     equation = _spelled(equation, x)
@@ -198,6 +208,8 @@ def ragged_linear(
     contiguous; `sizes` are their numbers."""
     rule = runtime.quantization
     assert not isinstance(weights_GEF, Projection)  # expert weights are not projected
+    if isinstance(weights_GEF, Adapted):
+        return _ragged_adapted(rows_ME, weights_GEF, sizes_G, runtime)
     if isinstance(weights_GEF, StackedWeight):
         if rule is None and stacked_kernel.served(rows_ME, weights_GEF, runtime.layout):
             return stacked_kernel.product(rows_ME, weights_GEF, sizes_G)
@@ -248,13 +260,35 @@ def _ragged_dequantising_backward(layout, precision, saved, g_MF: jax.Array):
 _ragged_dequantising.defvjp(_ragged_dequantising_forward, _ragged_dequantising_backward)
 
 
+def _ragged_adapted(
+    rows_ME: jax.Array, weights: Adapted, sizes_G: jax.Array, runtime: Runtime
+) -> jax.Array:
+    """Computes `ragged_linear` with adapted weights. A factor that all groups share is multiplied
+    as one matrix."""
+
+    def product(x_ME: jax.Array, factor: jax.Array) -> jax.Array:
+        if factor.ndim == 2:
+            return x_ME @ factor.astype(x_ME.dtype)
+        return ragged_linear(x_ME, factor, sizes_G, runtime)
+
+    y_MF = ragged_linear(rows_ME, weights.base, sizes_G, runtime)
+    low = product(rows_ME, weights.a)
+    y_MF = y_MF + product(low * jnp.asarray(weights.scale, low.dtype), weights.b)
+    if weights.factor is None:
+        return y_MF
+    G = sizes_G.shape[0]
+    group_M = jnp.repeat(jnp.arange(G), sizes_G, total_repeat_length=rows_ME.shape[0])
+    return y_MF * weights.factor.astype(y_MF.dtype)[group_M]
+
+
 def rounded(
     array: Weight, inputs: tuple[int, ...], dtype: DTypeLike, runtime: Runtime
 ) -> jax.Array:
     """Returns the numbers by which `linear` multiplies, as floats of `dtype`, for products that are
     computed in another way. `array` is a weight or an activation, `inputs` are the dimensions that
     `linear` would sum over."""
-    assert not isinstance(array, Projection | StackedWeight)  # they exist in decoding only
+    # The first two exist in decoding only; products with the third are sums of two.
+    assert not isinstance(array, Projection | StackedWeight | Adapted)
     if isinstance(array, qwix.QArray):
         return quantization.dequantised(array).astype(dtype)
     if runtime.quantization is None:

@@ -39,6 +39,13 @@ class Projection:
         indices look up rows of a table [F, E]: an embedding that is the head as well."""
         return self if at is ... else self.matrix[at]
 
+    @property
+    def weight(self) -> jax.Array:
+        """Returns the weight, [*inputs, *outputs]."""
+        matrix_EF = self.matrix.T if self.transposed else self.matrix
+        columns = matrix_EF[:, self.start : self.start + math.prod(self.outputs)]
+        return columns.reshape(*self.inputs, *self.outputs)
+
     def product(self, x_ME: jax.Array) -> jax.Array:
         """Computes x @ weight, [M, n] in x's dtype: the product with all of `matrix`, and its
         columns. XLA computes equal products of joined weights once."""

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
+from policy.ops.adapted import Adapted
+
 TreeT = TypeVar("TreeT")
 
 
@@ -81,11 +83,12 @@ def keep_stacked(
     all layers."""
 
     def replaced(own, full):
-        return (
-            full.replace(StackedWeight(full.get_value(), layer, own.get_value()))
-            if chosen(full)
-            else own
-        )
+        return full.replace(stacked(own.get_value(), full.get_value())) if chosen(full) else own
+
+    def stacked(own, full):
+        if isinstance(own, Adapted):
+            return replace(own, base=stacked(own.base, full.base))
+        return StackedWeight(full, layer, own)
 
     def is_variable(node) -> bool:
         return isinstance(node, nnx.Variable)

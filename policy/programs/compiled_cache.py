@@ -159,6 +159,17 @@ class CompiledCache:
             if future.cancel():
                 del self._in_background[shape]
 
+    def forget(self) -> None:
+        """Gives up all programs, also those that are being compiled: for arguments of another
+        structure."""
+        self.cancel()
+        for future in self._in_background.values():
+            future.exception()  # waits: it may have begun
+        with self._lock:
+            self._in_background.clear()
+            self._compiled.clear()
+            self.memory.clear()
+
     def compile_shape(self, shape: Shape, arguments: tuple, lowered: jax.stages.Lowered) -> None:
         """Compiles the program of this shape for abstract arguments. Threads may do so at the same
         time."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
+from policy.adapter_spec import AdapterSpec
 from policy.config import HyperConnections, MultiTokenPrediction, Runtime, WeightType
 from policy.fields.ngrams import EngramSection
 from policy.remat import NAMES as REMAT_POLICIES
@@ -59,6 +60,26 @@ class MultiTokenPredictionOptions(Section):
     )
 
 
+@fields_of(AdapterSpec)
+class AdapterOptions(Section):
+    """Low-rank adapters (LoRA, arXiv:2106.09685) over weights that stay as they are: stages train
+    the adapters alone; see adapters.md."""
+
+    source: Annotated[str | None, HOME] = Field(
+        default=None,
+        description="directory of an adapter of PEFT to start from: rank, alpha, and which weights "
+        "have an adapter, then follow from it; null: a new adapter",
+    )
+
+    @property
+    def spec(self) -> AdapterSpec:
+        """Returns the adapter as data; the weights of the model that it names are not known yet."""
+        named = self.model_dump(exclude={"source"})
+        for name, value in named.items():
+            named[name] = tuple(value) if isinstance(value, list) else value
+        return AdapterSpec(**named)
+
+
 # Keys of ModelOptions that are fields of Runtime.
 _RUNTIME = [field.name for field in dataclasses.fields(Runtime) if "description" in field.metadata]
 
@@ -99,6 +120,11 @@ class ModelOptions(Section):
         "config.json says",
     )
 
+    adapter: AdapterOptions | None = Field(
+        default=None,
+        description="adapters that stages train in place of the weights; `{}` for the defaults; "
+        "null: stages train the weights",
+    )
     media: Literal["auto", "never"] = Field(
         default="auto",
         description="pictures and sounds: auto reads those of the data with the towers of the "
@@ -117,7 +143,9 @@ class ModelOptions(Section):
         or trains nothing."""
         shared = {name: getattr(self, name) for name in _RUNTIME if name != "remat_tensors"}
         shared["remat"] = "full" if self.remat == "auto" else self.remat
-        return Runtime(**shared, remat_tensors=tuple(self.remat_tensors.items()))
+        adapter = None if self.adapter is None else self.adapter.spec
+        tensors = tuple(self.remat_tensors.items())
+        return Runtime(**shared, remat_tensors=tensors, adapter=adapter)
 
     @property
     def sections(self) -> dict[str, dict]:

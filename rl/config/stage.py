@@ -439,6 +439,12 @@ class StageOptions(Strict):
         "in updates and passes;"
         " auto: where nothing excludes it; changes speed, memory and last bits only",
     )
+    trains: Literal["adapter", "weights"] | None = Field(
+        default=None,
+        description="adapter: the adapter of model.adapter learns, over weights that stay; "
+        "weights: the weights learn, before the first stage that trains the adapter; null: "
+        "adapter if the model has one",
+    )
     freeze: list[str] | None = Field(
         default=None,
         description="weights that updates leave as they are: parts at the beginning of their "
@@ -504,7 +510,8 @@ class StageOptions(Strict):
     @property
     def runtime(self) -> dict[str, Any]:
         """Returns the fields of Runtime that the updates of this stage override."""
-        return {
+        full = {"adapter": None} if self.trains == "weights" else {}
+        return full | {
             "indexer": self.indexer.training,
             "mtp": None if self.mtp is None else "detached" if self.mtp.detach else "joint",
             "record": ("activations",) if self.diagnostics else (),

@@ -166,7 +166,7 @@ def _encoding(stage: StageKind) -> Iterator[Program]:
     assert most is not None  # without it a plan has no table
     N = encoder.spec(kind).largest_inputs(most)
     R = encoder.items_per_call(N)
-    params = tower_params(stage.abstract().policy.params)
+    params = tower_params(stage.trainer.policy_params(stage.abstract()))
 
     def lower() -> jax.stages.Lowered:
         return encoder.lower(params, table, kind, N)
@@ -306,7 +306,7 @@ class Sampling:
         held = stage.bytes + self.rollout_bytes
         slots = runner.geometry.slots
         P = options.prompts_per_step
-        weights = stage.state.policy.params
+        weights = stage.stage.trainer.policy_params(stage.state)
         prompts = max(2, self.config.max_length - options.sampling.max_new_tokens)
         if self._weights and self._copy:
             yield self._copying(self._weights, stage, held)
@@ -398,7 +398,8 @@ class Sampling:
     def _copying(self, copies: RolloutWeights, stage: PlannedStage, held: int) -> Planned:
         """Returns the program that makes the copies: in place, or new at each step if they were
         released."""
-        params = {path: stage.state.policy.params[path] for path in copies.paths}
+        weights = stage.stage.trainer.policy_params(stage.state)
+        params = {path: weights[path] for path in copies.paths}
         lower = lambda: copies.lower(params, again=not self._drops_copy)  # noqa: E731
         kind, times = (
             (ProgramName.RESHARD, int(stage.calls_generator))

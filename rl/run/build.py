@@ -18,6 +18,7 @@ from policy.execution.encoding import MediaEncoder
 from policy.experts import expert_parallel
 from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface import sources
+from policy.huggingface.peft.targets import TargetError, resolved
 from policy.huggingface.tensorfiles import ModelFileError
 from policy.layers import batch_split
 from policy.layers.engram import set_classes
@@ -38,6 +39,7 @@ from rl.data.reader import read_tokenizer
 from rl.errors import ConfigError, ModelError, ResourceError
 from rl.records.events import Events
 from rl.records.timeline import CHECKPOINTS, Timeline
+from rl.run import adapters
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.health import changed_rows
@@ -93,7 +95,12 @@ def run(
     progress = Progress.from_json(saved[1].get("progress")) if saved else Progress()
     has_media = prepared.data.has_media
     with timeline.span("loading the model"):
-        decoder = model(config, prepared, with_weights=saved is None, media=has_media)
+        first = 0 if saved is None else saved[1]["stage"]
+        has_adapter = adapters.trains_adapter(config, first)
+        with_weights = saved is None or has_adapter
+        decoder = model(config, prepared, with_weights=with_weights, media=has_media)
+        if has_adapter:
+            adapters.begin(decoder, config)
     sampler = generator(config, decoder, prepared.tokenizer, generator_options(config))
     events = Events(config, folder.path)
     if changed:
@@ -170,7 +177,7 @@ def model(
         decoder, classes = decoder_of(options, prepared.tokenizer, media)
         _check(config, decoder, prepared.tokenizer)
         _check_runtime(options, decoder, mesh)
-        graph = check_cut(Graph(decoder, config.runtime, mesh), config.mesh.sharding_tolerance)
+        graph = check_cut(policy_graph(config, decoder, mesh), config.mesh.sharding_tolerance)
         check_freeze(graph, config.stages)
         for stage in prepared.stages:
             sharing_of(stage, graph)  # refuses `always` before weights are read
@@ -178,7 +185,7 @@ def model(
             _check_media(config, graph, prepared)
         if not with_weights:
             return Model(graph, {})
-        how = {"runtime": config.runtime, "mesh": mesh}
+        how = {"runtime": graph.runtime, "mesh": mesh}
         if (directory := models.directory(options.source, weights=True)) is not None:
             missing = part.missing if (part := options.multi_token_prediction) else "refuse"
             how |= {"seed": config.seed, "missing": missing, "media": media}
@@ -233,9 +240,21 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
         raise ModelError(f"model {options.source}: {error}") from None
     _check_runtime(options, decoder, mesh)
     return check_freeze(
-        check_cut(Graph(decoder, config.runtime, mesh), config.mesh.sharding_tolerance),
+        check_cut(policy_graph(config, decoder, mesh), config.mesh.sharding_tolerance),
         config.stages,
     )
+
+
+def policy_graph(config: RunConfig, decoder: DecoderConfig, mesh: Layout) -> Graph:
+    """Returns the graph of the policy, whose adapter knows the weights that it adapts. Raises
+    ConfigError for names that no weight has."""
+    graph = Graph(decoder, config.runtime, mesh)
+    if config.runtime.adapter is None:
+        return graph
+    try:
+        return graph.with_runtime(adapter=resolved(graph, config.runtime.adapter))
+    except TargetError as error:
+        raise ConfigError(f"model.adapter.{error}") from None
 
 
 def check_frozen(config: RunConfig) -> None:

@@ -19,6 +19,7 @@ from rl.data import teacher as teachers
 from rl.data.inspect import listing
 from rl.errors import Fault, Interrupted, ModelError, ResourceError, disk_room
 from rl.records.run_files import CURRICULUM, read_json
+from rl.run import adapters
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.health import start_checks
@@ -112,6 +113,10 @@ class Run(Context):
         """Returns the state of a stage: a new one, or the restored one of the checkpoint with this
         host.json."""
         self._identify_teacher(stage, checkpoint)
+        if adapters.trains_adapter(self.config, stage.index) and adapters.begin(
+            self.model, self.config
+        ):
+            self.generator.engine.runner.forget_programs()
         self.best = BestSteps(stage.options.best, checkpoint)
         stage.bind(self.model.graph)
         stage.load_scorers(self)
@@ -125,7 +130,7 @@ class Run(Context):
         ):
             if checkpoint is None:
                 state = stage.start(self)
-                self.model.params = state.policy.params
+                self.model.params = stage.trainer.policy_params(state)
                 self._note_curriculum(stage)
                 return state
             restored = self.checkpoints.restore(stage.abstract())
@@ -133,7 +138,7 @@ class Run(Context):
             state = stage.start(self, restored[1])
         if not checkpoint["ended"]:
             self._note_curriculum(stage)
-        self.model.params = state.policy.params
+        self.model.params = stage.trainer.policy_params(state)
         return state
 
     def _note_curriculum(self, stage: StageKind) -> None:
@@ -274,7 +279,7 @@ class Run(Context):
             jax.tree.map(lambda array: array.delete(), state)  # there is room for one state
             with self.timeline.span("reading a checkpoint", stage=stage.name):
                 state = self.checkpoints.read(saved, template)
-            self.model.params = state.policy.params
+            self.model.params = stage.trainer.policy_params(state)
             if self.tables is not None:
                 self.tables.forget()
         self.chosen_steps[stage.name] = {

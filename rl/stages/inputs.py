@@ -196,7 +196,7 @@ def programs(stage: StageKind, state: RunState, routes: dict | None) -> Iterator
     table = stage.table_shapes
     own_teacher = stage.teacher is not None and stage.teacher.is_own
     if ProgramName.LOGPROBS in called or own_teacher:
-        weights = Weights(policy=state.policy.params, media_table=table)
+        weights = Weights(policy=trainer.policy_params(state), media_table=table)
         yield program(
             ProgramName.LOGPROBS,
             weights,
@@ -286,7 +286,8 @@ def old_logp(stage: StageKind, data: StepData) -> None:
     divides by, can have another source: the stage replaces it by the generator's log-probabilities
     under the algorithm's option `old_logp: sampler`, and under `generator.exact`.
     """
-    logp, entropy = stage.trainer.logprobs(data.state.policy.params, data.batch, data.media_rows)
+    params = stage.trainer.policy_params(data.state)
+    logp, entropy = stage.trainer.logprobs(params, data.batch, data.media_rows)
     data.batch = data.batch.replace(old_logp=logp, entropy=entropy)
     data.trainer_logp = logp
 
@@ -304,9 +305,8 @@ def current_logp(stage: StageKind, data: StepData) -> None:
         return
     data.current_policy_batch = data.batch
     if data.batch.old_logp is None:
-        logp, entropy = stage.trainer.logprobs(
-            data.state.policy.params, data.batch, data.media_rows
-        )
+        params = stage.trainer.policy_params(data.state)
+        logp, entropy = stage.trainer.logprobs(params, data.batch, data.media_rows)
         data.current_policy_batch = data.batch.replace(old_logp=logp, entropy=entropy)
         data.trainer_logp = logp
 
@@ -321,8 +321,7 @@ def current_logp(stage: StageKind, data: StepData) -> None:
 def ref_logp(stage: StageKind, data: StepData) -> None:
     """Log-probabilities under the reference model. It is another model, so its routers choose
     experts themselves."""
-    reference = data.state.reference
-    assert reference is not None  # the input is declared with it
+    reference = stage.trainer.reference_params(data.state)
     tables = stage.context.tables
     with stage.context.timeline.span("log-probabilities of the reference") as span:
         table = tables and tables.with_weights(reference, data.table)

@@ -196,7 +196,7 @@ class Stage(StageKind["RunState"]):
         if self.teacher is not None and restored is None:
             first = self.rows.take(range(min(self.rows.total, self.options.prompts_per_step)))
             rows = [(problem.ids, [1] * len(problem.ids)) for problem in first]
-            self.check_vocabularies(state.policy.params, rows)
+            self.check_vocabularies(self.trainer.policy_params(state), rows)
         return state
 
     def producer_state(self) -> dict[str, Any]:

@@ -191,10 +191,10 @@ class StageKind(StageWithRows, Generic[State]):
         """
 
     def frozen(self) -> list[Any]:
-        """Returns the shapes and shardings of other models' weights that the stage keeps on the
-        devices."""
+        """Returns the shapes and shardings of the weights that the stage keeps on the devices and
+        does not change: those of other models, and of the policy under an adapter."""
         models = *self.scorers.values(), *self.teachers
-        return [*(each.abstract for each in models), self.table_shapes]
+        return [*(each.abstract for each in models), self.trainer.base, self.table_shapes]
 
     @property
     def teachers(self) -> list[Teacher | TeacherScorer]:
@@ -235,6 +235,7 @@ class StageKind(StageWithRows, Generic[State]):
             context.tables.start_stage(trained)
         if restored is not None:
             if self.trainer is not None:  # `rl rollout` trains nothing
+                self.trainer.set_base(context.model.params)
                 self.trainer.row_history = RowHistory.from_json(context.progress.packed_rows)
             return restored
         context.progress.start_stage(self.algorithm.adaptive_coefs)
@@ -411,7 +412,7 @@ class StageKind(StageWithRows, Generic[State]):
             **media,
             **options,
         )
-        context.model.params = state.policy.params
+        context.model.params = self.trainer.policy_params(state)
         updates_policy = self.trains_policy and not options.get("critic_only")
         progress.version += updates_policy
         if context.tables is not None:

@@ -131,7 +131,7 @@ class Stage(StageKind["RunState"]):
         state = super().start(context, restored)
         if self.teacher is not None and restored is None:
             rows = self.rows.take(range(min(self.rows.total, self.options.prompts_per_step)))
-            self.check_vocabularies(state.policy.params, rows)
+            self.check_vocabularies(self.trainer.policy_params(state), rows)
         return state
 
     def with_inputs(self, state: RunState, batch: Batch, table: StepTable | None) -> Batch:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from policy import modes
+from policy.adapters.learning import Adapters
 from policy.attention import flash_attention, sequence_shards
 from policy.cache.media import MediaTable
 from policy.cache.step import Step
@@ -150,6 +151,35 @@ class BatchUpdates(ABC):
         # with it, never do.
         self._scoring_graph = graph.with_runtime(skip_blocks=True)
         self._update_graph = self._scoring_graph.with_runtime(**stage.runtime)
+        # What of the policy learns, if that is an adapter.
+        trains_adapter = self._update_graph.runtime.adapter is not None
+        self.adapters = Adapters(self._update_graph) if trains_adapter else None
+        self._base: dict[str, Any] = {}
+
+    @property
+    def base(self) -> Mapping[str, Any]:
+        """Returns the weights of the policy that are not in the state, since the stage trains an
+        adapter over them: no update donates them. Their shapes and shardings before `set_base`;
+        none if the stage trains the weights themselves."""
+        return self._base or self._abstract_base
+
+    @cached_property
+    def _abstract_base(self) -> dict[str, jax.ShapeDtypeStruct]:
+        return {} if self.adapters is None else self.graph.abstract
+
+    @property
+    def policy_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the shapes of the weights of the policy, as `Model.params`."""
+        return self.graph.shapes | ({} if self.adapters is None else self.adapters.shapes)
+
+    def set_base(self, params: Mapping[str, Any]) -> None:
+        """Takes the weights that the adapter of the stage is over from those of the policy."""
+        if self.adapters is not None:
+            self._base = {path: params[path] for path in self.graph.paths}
+
+    def policy_params(self, state: Any) -> dict[str, Any]:
+        """Returns the weights of the policy of a state, as `Model.params`."""
+        return {**self.base, **state.policy.params}
 
     def packing_of_update(self, batch: Batch) -> tuple[Packing, int]:
         """Returns `packing_of` a batch for its update, and adds it to `row_history`."""

@@ -42,7 +42,7 @@ from rl.training.packing.packing import Packing
 from rl.training.teachers.teacher import Student, Teacher
 from rl.training.updater import LossCall, LossOutput, Update, UpdateArguments, UpdateCall
 from rl.training.updates.optimizer_step import OptimizerStep, ParamState
-from rl.training.weights import WeightGroup, Weights
+from rl.training.weights import LearningModel, WeightGroup, Weights
 
 
 @jax.tree_util.register_dataclass
@@ -138,7 +138,7 @@ class Trainer(BatchUpdates):
             self._update_graph = teacher.with_recorded_outputs(self._update_graph)
             self._projections = teacher.projections(graph)
         models = {
-            WeightGroup.POLICY: self._update_graph,
+            WeightGroup.POLICY: self.adapters or self._update_graph,
             WeightGroup.CRITIC: self._value_model,
             WeightGroup.PROJECTIONS: self._projections,
         }
@@ -211,13 +211,19 @@ class Trainer(BatchUpdates):
         return executables
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RunState:
-        """Returns the state at the beginning of the stage. Owns `params`; reference and critic are
-        copies."""
-        params = reusable(params, self.graph.layout)
+        """Returns the state at the beginning of the stage. Owns what learns of `params`; reference
+        and critic are copies."""
+        self.set_base(params)
+        return self._started(params, seed)
+
+    def _started(self, params: dict[str, jax.Array], seed: int) -> RunState:
+        """Returns the state that `start` does, of arrays or their shapes."""
+        learning = self._learning(params)
+        params = {**params, **learning}  # of arrays that `reusable` copied, the copies
         reference = None
         if self._has_reference:
-            copies = partial(copied, tables=self.graph.host_tables)
-            reference = jax.jit(copies, out_shardings=self.graph.shardings)(params)
+            copies = partial(copied, tables=self._policy.host_tables)
+            reference = jax.jit(copies, out_shardings=self._policy.shardings)(learning)
         critic = projections = None
         if self._value_model is not None:
             created = self._value_model.init(params, self._critic_algorithm.value_init_std, seed)
@@ -226,10 +232,26 @@ class Trainer(BatchUpdates):
             projections = self.optimizer_steps[WeightGroup.PROJECTIONS].start(
                 self._projections.init(seed)
             )
-        policy = self.optimizer_steps[WeightGroup.POLICY].start(params)
+        policy = self.optimizer_steps[WeightGroup.POLICY].start(learning)
         return block_on_cpu_mesh(
             RunState(policy, reference, critic, projections), self.graph.layout
         )
+
+    @property
+    def _policy(self) -> LearningModel:
+        """Returns what of the policy learns."""
+        return self.optimizer_steps[WeightGroup.POLICY].model
+
+    def _learning(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Returns the arrays of `params` that learn."""
+        if self.adapters is not None:
+            params = {path: params[path] for path in self.adapters.sizes}
+        return reusable(params, self.graph.layout)
+
+    def reference_params(self, state: RunState) -> dict[str, jax.Array]:
+        """Returns the weights of the reference model."""
+        assert state.reference is not None  # the stage has one
+        return {**self.base, **state.reference}
 
     def renew_reference(self, state: RunState, mix: float) -> RunState:
         """Returns the state with the reference model mix * policy + (1 - mix) * reference."""
@@ -238,13 +260,13 @@ class Trainer(BatchUpdates):
 
     @cached_property
     def _renewed(self):
-        mixture = partial(mixed, tables=self.graph.host_tables)
-        return jax.jit(mixture, donate_argnums=0, out_shardings=self.graph.shardings)
+        mixture = partial(mixed, tables=self._policy.host_tables)
+        return jax.jit(mixture, donate_argnums=0, out_shardings=self._policy.shardings)
 
     def abstract(self) -> RunState:
         """Returns the shapes and shardings of the state, for a checkpoint to be read into."""
-        shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
-        reference = cast(Any, self.graph.shardings) if shapes.reference is not None else None
+        shapes = jax.eval_shape(partial(self._started, seed=0), self.policy_shapes)
+        reference = cast(Any, self._policy.shardings) if shapes.reference is not None else None
         shardings = RunState(
             self.optimizer_steps[WeightGroup.POLICY].shardings, reference, None
         ).with_learners({group: step.shardings for group, step in self.optimizer_steps.items()})
@@ -330,7 +352,7 @@ class Trainer(BatchUpdates):
         calls = []
         if self._updates_critic_alone(critic_only):
             assert self.critic_update is not None
-            trunk = self.value_model.extra_params(state.policy.params)
+            trunk = self.value_model.extra_params(self.policy_params(state))
             frozen = replace(arguments.frozen, policy=trunk)
             calls.append(
                 UpdateCall(
@@ -343,7 +365,7 @@ class Trainer(BatchUpdates):
             )
         if not critic_only:
             teacher = {} if self.teacher is None else dict(self.teacher.weights)
-            frozen = replace(arguments.frozen, teacher=teacher)
+            frozen = replace(arguments.frozen, policy=dict(self.base), teacher=teacher)
             calls.append(
                 UpdateCall(
                     ProgramName.UPDATE,
@@ -363,7 +385,7 @@ class Trainer(BatchUpdates):
         table: MediaTable | None,
         micro_rows: int,
     ) -> LossCall:
-        weights = Weights(policy=state.policy.params, media_table=table)
+        weights = Weights(policy=self.policy_params(state), media_table=table)
         return LossCall(self.policy_update, weights, batch, inputs, micro_rows)
 
     def _auxiliary_only_loss(
@@ -468,7 +490,7 @@ class Trainer(BatchUpdates):
     def value_weights(self, state: RunState, table: MediaTable | None) -> Weights:
         """Returns what the program of `values` reads."""
         assert state.critic is not None  # the stage has a critic
-        trunk = self.value_model.extra_params(state.policy.params)
+        trunk = self.value_model.extra_params(self.policy_params(state))
         return Weights(policy=trunk, critic=state.critic.params, media_table=table)
 
     def _counted_pass(

@@ -458,6 +458,13 @@ class ModelRunner:
         for each in self.executables.values():
             each.cancel()
 
+    def forget_programs(self) -> None:
+        """Gives up all programs, for weights with other paths: those of a policy that got an
+        adapter."""
+        for each in self.executables.values():
+            each.forget()
+        self.compiled_ahead = False
+
     @cached_property
     def abstract_cache(self) -> Any:
         """Returns the shapes and shardings of the cache."""

@@ -48,6 +48,9 @@ def test_the_metrics_of_a_step_are_those_of_the_updates_with_tokens():
     class Trainer:
         total_flops = 0.0
 
+        def policy_params(self, state):
+            return {}
+
         def update(self, state, batch, **options):
             tokens, entropy = next(updates)
             return state, {

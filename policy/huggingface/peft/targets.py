@@ -6,9 +6,9 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 
-from policy.adapter_spec import AdapterSpec
+from policy.adapter_spec import AdapterSpec, Target
 from policy.fields import names
 from policy.huggingface.model_directory import MTP, StoredWeight, places
 from policy.model import Graph
@@ -24,21 +24,13 @@ class TargetError(ValueError):
     """Raised for a pattern that names no weight, or weights that have no adapter."""
 
 
-@dataclass(frozen=True)
-class Target:
-    """The rank of an adapted weight, and the numbers of the layers that have the adapter: of the
-    weight's other layers both factors are 0. `layers` is None outside the layers."""
-
-    rank: int
-    layers: tuple[int, ...] | None
+def resolved(graph: Graph, spec: AdapterSpec) -> AdapterSpec:
+    """Returns the spec with the weights of `graph` that it names. Raises TargetError as `targets`
+    does."""
+    return replace(spec, adapted=tuple(targets(graph, spec).values()))
 
 
-def targets(graph: Graph, spec: AdapterSpec) -> dict[str, int]:
-    """Returns the rank of each adapted weight by path. Raises TargetError."""
-    return {path: target.rank for path, target in target_layers(graph, spec).items()}
-
-
-def target_layers(graph: Graph, spec: AdapterSpec) -> dict[str, Target]:
+def targets(graph: Graph, spec: AdapterSpec) -> dict[str, Target]:
     """Returns the adapted weights of `graph` by path. Raises TargetError for a pattern that matches
     nothing, that is no regular expression, or that names some experts of a layer only, and for the
     embedding of a tied head."""
@@ -50,9 +42,10 @@ def target_layers(graph: Graph, spec: AdapterSpec) -> dict[str, Target]:
         kept = tuple(n for n in layers if n not in matched.get(path, ()))
         if not kept or path in spec.train or (spec.experts == "none" and routed(graph, path)):
             continue
-        result[path] = Target(
-            rank_of(graph, spec, path), kept if stored[path].layers is not None else None
-        )
+        of_stack = stored[path].layers or ()
+        repeats = tuple(repeat for repeat, number in enumerate(of_stack) if number in kept)
+        every = len(repeats) == len(of_stack)
+        result[path] = Target(path, rank_of(graph, spec, path), None if every else repeats)
     if graph.config.tied_head and EMBEDDING in result:
         raise TargetError(
             f"the head of this model is its embedding, so an adapter of {EMBEDDING} would change "

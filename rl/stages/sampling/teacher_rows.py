@@ -153,8 +153,9 @@ def _scored(stage: StageKind, state: RunState, batch: Batch, rollouts: Rollouts)
     options: TeacherOptions = stage.teacher
     trainer = stage.trainer
     if options.is_own:
-        own = state.policy.params if options.source == "policy" else state.reference
-        return trainer.logprobs(own, batch)[0]
+        of_policy = options.source == "policy"
+        params = trainer.policy_params if of_policy else trainer.reference_params
+        return trainer.logprobs(params(state), batch)[0]
     result = np.full(batch.tokens.shape, np.nan, np.float32)
     for scorer in stage.teacher_scorers:
         other_N = _of_other_teachers(options, scorer.source, rollouts)
