@@ -39,13 +39,12 @@ from rl.data.reader import read_tokenizer
 from rl.errors import ConfigError, ModelError, ResourceError
 from rl.records.events import Events
 from rl.records.timeline import CHECKPOINTS, Timeline
-from rl.run import adapters
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.health import changed_rows
 from rl.run.manifest import CHECKPOINT_FOLDER
 from rl.run.prepare import Prepared
-from rl.run.resume import best
+from rl.run.resume import adapters, best
 from rl.run.signals import StopSignal
 from rl.run.state import Run, stage_ended
 from rl.stages.context import Progress

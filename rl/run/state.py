@@ -19,10 +19,10 @@ from rl.data import teacher as teachers
 from rl.data.inspect import listing
 from rl.errors import Fault, Interrupted, ModelError, ResourceError, disk_room
 from rl.records.run_files import CURRICULUM, read_json
-from rl.run import adapters
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.health import start_checks
+from rl.run.resume import adapters
 from rl.run.resume.best import BestSteps
 from rl.run.resume.continued import PlaceOfRun
 from rl.run.signals import StopSignal

@@ -49,7 +49,6 @@ class AdapterConfig:
     alpha: float
     rank_stabilised: bool
     dora: bool
-    dropout: float
     target_modules: tuple[str, ...] | str
     target_parameters: tuple[str, ...]
     exclude_modules: tuple[str, ...] | str
@@ -96,7 +95,6 @@ def read_adapter_config(directory: str | os.PathLike) -> AdapterConfig:
             alpha=float(hf.get("lora_alpha", ALPHA)),
             rank_stabilised=bool(hf.get("use_rslora")),
             dora=bool(hf.get("use_dora")),
-            dropout=float(hf.get("lora_dropout") or 0),
             target_modules=_patterns(hf, "target_modules"),
             target_parameters=tuple(hf.get("target_parameters") or ()),
             exclude_modules=_patterns(hf, "exclude_modules"),

@@ -83,9 +83,7 @@ def with_targets(
     others but parts of one stored tensor."""
     everything = replace(spec, targets="all-linear")
     own = {path: tuple(sorted(layers)) for path, layers in layers_by_path.items()}
-    if own and own == {
-        path: target.layers or (0,) for path, target in target_layers(graph, everything).items()
-    }:
+    if own and own == target_layers(graph, everything):
         return everything
     modules = list(_modules(graph, own))
     patterns = {}

@@ -160,7 +160,6 @@ class _Assembly:
             expert_rank=max(ranks[True]) if ranks[True] else None,
             rank_stabilised=config.rank_stabilised,
             dora=config.dora,
-            dropout=config.dropout,
             train=train,
         )
         return coverage.with_targets(self._graph, spec, _layers_by_path(self._graph, pieces))
@@ -171,8 +170,8 @@ class _Assembly:
         for piece in pieces:
             by_path[piece.path].append(piece)
         params = {}
-        for path, rank in targets(self._graph, spec).items():
-            shapes = factor_shapes(self._graph, path, rank)
+        for path, target in targets(self._graph, spec).items():
+            shapes = factor_shapes(self._graph, path, target.rank)
             a = np.zeros(shapes.a, np.float32)
             b = np.zeros(shapes.b, np.float32)
             outputs = (slice(None),) * len(matrix_dims(self._graph, path).columns)

@@ -31,21 +31,30 @@ def resolved(graph: Graph, spec: AdapterSpec) -> AdapterSpec:
 
 
 def targets(graph: Graph, spec: AdapterSpec) -> dict[str, Target]:
-    """Returns the adapted weights of `graph` by path. Raises TargetError for a pattern that matches
-    nothing, that is no regular expression, or that names some experts of a layer only, and for the
-    embedding of a tied head."""
+    """Returns the adapted weights of `graph` by path. Raises TargetError as `target_layers`
+    does."""
     stored = {place.path: place for place in adaptable(graph)}
-    chosen = _chosen(graph, spec, stored)
+    result = {}
+    for path, layers in target_layers(graph, spec).items():
+        of_stack = stored[path].layers or ()
+        repeats = tuple(repeat for repeat, number in enumerate(of_stack) if number in layers)
+        every = len(repeats) == len(of_stack)
+        result[path] = Target(path, rank_of(graph, spec, path), None if every else repeats)
+    return result
+
+
+def target_layers(graph: Graph, spec: AdapterSpec) -> dict[str, tuple[int, ...]]:
+    """Returns the numbers of the layers of each weight that have the adapter, (0,) outside of the
+    layers. Raises TargetError for a pattern that matches nothing, that is no regular expression, or
+    that names some experts of a layer only, and for the embedding of a tied head."""
+    stored = {place.path: place for place in adaptable(graph)}
     matched = _matched(stored.values(), spec.exclude, "exclude")
     result = {}
-    for path, layers in chosen.items():
+    for path, layers in _chosen(graph, spec, stored).items():
         kept = tuple(n for n in layers if n not in matched.get(path, ()))
         if not kept or path in spec.train or (spec.experts == "none" and routed(graph, path)):
             continue
-        of_stack = stored[path].layers or ()
-        repeats = tuple(repeat for repeat, number in enumerate(of_stack) if number in kept)
-        every = len(repeats) == len(of_stack)
-        result[path] = Target(path, rank_of(graph, spec, path), None if every else repeats)
+        result[path] = kept
     if graph.config.tied_head and EMBEDDING in result:
         raise TargetError(
             f"the head of this model is its embedding, so an adapter of {EMBEDDING} would change "

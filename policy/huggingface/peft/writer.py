@@ -353,7 +353,7 @@ def _config(
         "inference_mode": True,
         "r": rank,
         "lora_alpha": spec.scale * rank,
-        "lora_dropout": spec.dropout,
+        "lora_dropout": 0.0,
         "use_rslora": False,
         "use_dora": spec.dora,
         "bias": "none",
