@@ -103,8 +103,8 @@ def random_params(base: Base, spec, seed: int = 3) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     graph = base.ours.graph
     params = {}
-    for path, rank in targets(graph, spec).items():
-        shapes = factor_shapes(graph, path, rank)
+    for path, target in targets(graph, spec).items():
+        shapes = factor_shapes(graph, path, target.rank)
         a = rng.normal(0, 0.3, shapes.a).astype(np.float32)
         b = rng.normal(0, 0.3, shapes.b).astype(np.float32)
         if spec.experts == "shared" and "expert_" in path:

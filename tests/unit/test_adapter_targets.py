@@ -10,7 +10,7 @@ from policy import families
 from policy.adapter_spec import AdapterSpec
 from policy.config import Runtime
 from policy.huggingface import sources
-from policy.huggingface.peft.targets import TargetError, target_layers, targets
+from policy.huggingface.peft.targets import TargetError, resolved, targets
 from policy.mesh.sharding import layout
 from policy.model import Graph
 
@@ -59,10 +59,10 @@ def test_ranks_of_experts():
     graph = short("Qwen3Moe")
     moe = next(layer.moe for layer in graph.config.layers if layer.moe)
     chosen = targets(graph, AdapterSpec(rank=8))
-    ranks = {path: each.rank for path, each in chosen.items() if "expert_" in path}
+    ranks = {path: target.rank for path, target in chosen.items() if "expert_" in path}
     assert set(ranks.values()) == {8 // moe.router.experts_per_token}
-    assert {each.rank for path, each in chosen.items() if path not in ranks} == {8}
-    assert {each.rank for each in targets(graph, AdapterSpec(rank=1)).values()} == {1}
+    assert {target.rank for path, target in chosen.items() if path not in ranks} == {8}
+    assert {target.rank for target in targets(graph, AdapterSpec(rank=1)).values()} == {1}
     own = targets(graph, AdapterSpec(rank=8, expert_rank=5))
     assert {own[path].rank for path in ranks} == {5}
     assert not [path for path in targets(graph, AdapterSpec(experts="none")) if "expert_" in path]
@@ -75,8 +75,10 @@ def test_patterns_name_modules_by_their_end_after_a_dot():
     } == {"q_proj"}
     with pytest.raises(TargetError, match="matches no module"):
         targets(graph, AdapterSpec(targets=("_proj",)))
-    of_one = target_layers(graph, AdapterSpec(targets=(r"layers\.1\..*",), exclude=("k_proj",)))
-    assert set(of_one.values()) == {(1,)}
+    spec = AdapterSpec(targets=(r"layers\.1\..*",), exclude=("k_proj",))
+    of_one = targets(graph, spec)
+    assert {target.repeats for target in of_one.values()} == {(1,)}
+    assert resolved(graph, spec).adapted == tuple(of_one.values())
     assert len(of_one) == 6
     chosen = targets(graph, AdapterSpec(targets=("lm_head", "q_proj"), train=("lm_head",)))
     assert [path.rpartition(".")[2] for path in chosen] == ["q_proj"]

@@ -54,7 +54,7 @@ def _named(
     modules."""
     for layer in place.layers or (None,):
         module = module_names(place, layer)[0]
-        if layer is not None and config.layers is not None and layer not in config.layers:
+        if config.layers is not None and layer not in config.layers:
             continue
         if module.rpartition(".")[2] in renamed_by_peft(graph):
             continue

@@ -14,7 +14,7 @@ L layers, X experts, V vocabulary, E hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from string import ascii_lowercase
 from typing import NamedTuple
 
@@ -83,6 +83,9 @@ class Factors:
     shapes: tuple[names.Shape, ...]
     experts: int
     swapped: bool = False
+    _blocks: dict[tuple[str, int], list[names.TensorSlice]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def parts(self) -> int:
@@ -125,11 +128,12 @@ class Factors:
     def join(self, pairs: Sequence[Pair]) -> Pair:
         """Returns the stored tensors of the factors of all parts, which have one rank and, if they
         read the same inputs, one A."""
-        a = self._join(self.a, [pair.a for pair in pairs])
-        b = self._join(self.b, [pair.b for pair in pairs])
+        rank = pairs[0].a.shape[-1]
+        a = self._join(self.a, [pair.a for pair in pairs], rank)
+        b = self._join(self.b, [pair.b for pair in pairs], rank)
         lengths = [pair.lengths for pair in pairs if pair.lengths is not None]
         first, second = (b, a) if self.swapped else (a, b)
-        return Pair(first, second, self._join(self.lengths, lengths) if lengths else None)
+        return Pair(first, second, self._join(self.lengths, lengths, 0) if lengths else None)
 
     def our_shapes(self, stored: names.Stored, rank: int) -> list[names.Shape]:
         """Returns the shapes of our arrays that a stored tensor holds, one for each part."""
@@ -141,19 +145,30 @@ class Factors:
         return shapes
 
     def _stored_shape(self, stored: names.Stored, rank: int) -> names.Shape:
-        shapes = self.our_shapes(stored, rank)
-        return stored.block(shapes, 0, (slice(None),) * len(shapes[0])).shape
+        return self._slices(stored, rank)[0].shape
+
+    def _slices(self, stored: names.Stored, rank: int) -> list[names.TensorSlice]:
+        """Returns the piece of a tensor that each part has; a file of many experts asks often."""
+        key = (stored.name, rank)
+        if key not in self._blocks:
+            shapes = self.our_shapes(stored, rank)
+            self._blocks[key] = [
+                stored.block(shapes, part, (slice(None),) * len(shape))
+                for part, shape in enumerate(shapes)
+            ]
+        return self._blocks[key]
 
     def _split(self, stored: names.Stored, tensor: np.ndarray, rank: int) -> list[np.ndarray]:
-        shapes = self.our_shapes(stored, rank)
-        arrays = []
-        for part, shape in enumerate(shapes):
-            block = stored.block(shapes, part, (slice(None),) * len(shape))
-            arrays.append(block.finish(tensor[block.index]))
+        blocks = self._slices(stored, rank)
+        arrays = [block.finish(tensor[block.index]) for block in blocks]
         return arrays if len(arrays) == self.parts else arrays * self.parts
 
-    def _join(self, stored: names.Stored, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        return stored.join(arrays[: max(1, len(stored.parts))])
+    def _join(self, stored: names.Stored, arrays: Sequence[np.ndarray], rank: int) -> np.ndarray:
+        blocks = self._slices(stored, rank)
+        tensor = np.empty(blocks[0].shape, np.float32)
+        for block, array in zip(blocks, arrays, strict=len(blocks) > 1):
+            block.finish(tensor[block.index])[...] = array
+        return tensor
 
 
 def is_swapped(place: StoredWeight, stored: names.Stored, is_old: bool) -> bool:

@@ -17,13 +17,10 @@ from policy.adapter_spec import AdapterSpec
 from policy.huggingface.peft.factors import matrix_dims
 from policy.huggingface.peft.targets import EMBEDDING, HEAD
 from policy.model import Graph
+from policy.ops.adapted import LORA_A, LORA_B, MAGNITUDE
 from policy.ops.parameter import MatrixDims
 from policy.ops.quantization import dequantised
 
-# The names of the arrays of an adapted weight P: P.lora_a, P.lora_b and, with DoRA, P.magnitude.
-A = "lora_a"
-B = "lora_b"
-LENGTHS = "magnitude"
 # |change| / |W| below which bfloat16 loses a sixth of the change and more.
 SMALL_CHANGE = 1e-2
 
@@ -55,7 +52,7 @@ def merged(graph: Graph, spec: AdapterSpec, params: Mapping[str, Any]) -> Merged
     """Merges the adapter in `params`, which has the weights of `graph` and the arrays of the
     adapter by path. Quantised weights are dequantised first. Raises MergeError for an adapter of
     the embedding of a tied head."""
-    adapted = [path for path in graph.paths if f"{path}.{A}" in params]
+    adapted = [path for path in graph.paths if f"{path}{LORA_A}" in params]
     if graph.config.tied_head and {EMBEDDING, HEAD} & set(adapted):
         raise MergeError(
             "embedding and head of this model are one table: an adapter of one of its uses cannot "
@@ -69,9 +66,9 @@ def merged(graph: Graph, spec: AdapterSpec, params: Mapping[str, Any]) -> Merged
             weight = dequantised(weight)
         sum_, change = _merge(
             weight,
-            params[f"{path}.{A}"],
-            params[f"{path}.{B}"],
-            params.get(f"{path}.{LENGTHS}") if spec.dora else None,
+            params[f"{path}{LORA_A}"],
+            params[f"{path}{LORA_B}"],
+            params.get(f"{path}{MAGNITUDE}") if spec.dora else None,
             matrix_dims(graph, path),
             spec.scale,
         )

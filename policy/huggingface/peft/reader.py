@@ -25,16 +25,17 @@ from policy.huggingface.peft.adapter_config import (
     read_adapter_config,
 )
 from policy.huggingface.peft.factors import Pair, factor_shapes, matrix_dims
-from policy.huggingface.peft.merge import LENGTHS, A, B, product
+from policy.huggingface.peft.merge import product
 from policy.huggingface.peft.targets import (
     EMBEDDING,
     adaptable,
+    resolved,
     routed,
-    targets,
 )
 from policy.huggingface.peft.tensors import AdaptedTensor, FullTensor, Resolved, resolve
 from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
 from policy.model import Graph
+from policy.ops.adapted import LORA_A, LORA_B, MAGNITUDE
 from policy.ops.parameter import MatrixDims
 
 
@@ -75,9 +76,9 @@ def read_adapter(
     """
     config = read_adapter_config(directory)
     files = TensorFiles(directory, only=_tensor_file(Path(directory)))
-    resolved = resolve(os.fspath(directory), graph, config, files, ignore)
-    coverage.check(os.fspath(directory), graph, config, resolved)
-    return _Assembly(os.fspath(directory), graph, config, resolved, base).adapter()
+    tensors = resolve(os.fspath(directory), graph, config, files, ignore)
+    coverage.check(os.fspath(directory), graph, config, tensors)
+    return _Assembly(os.fspath(directory), graph, config, tensors, base).adapter()
 
 
 def _tensor_file(directory: Path) -> str:
@@ -100,13 +101,13 @@ class _Assembly:
         directory: str,
         graph: Graph,
         config: AdapterConfig,
-        resolved: Resolved,
+        tensors: Resolved,
         base: Mapping[str, Any] | None,
     ):
         self._directory = directory
         self._graph = graph
         self._config = config
-        self._resolved = resolved
+        self._resolved = tensors
         self._base = base
         self._adaptable = {place.path: place for place in adaptable(graph)}
 
@@ -162,7 +163,8 @@ class _Assembly:
             dora=config.dora,
             train=train,
         )
-        return coverage.with_targets(self._graph, spec, _layers_by_path(self._graph, pieces))
+        layers = _layers_by_path(self._graph, pieces)
+        return resolved(self._graph, coverage.with_targets(self._graph, spec, layers))
 
     def _arrays(self, pieces: list[_Piece], spec: AdapterSpec) -> dict[str, np.ndarray]:
         """Returns the arrays of the adapted weights, zeros where the files have no adapter."""
@@ -170,8 +172,8 @@ class _Assembly:
         for piece in pieces:
             by_path[piece.path].append(piece)
         params = {}
-        for path, target in targets(self._graph, spec).items():
-            shapes = factor_shapes(self._graph, path, target.rank)
+        for path, rank in ((target.path, target.rank) for target in spec.adapted):
+            shapes = factor_shapes(self._graph, path, rank)
             a = np.zeros(shapes.a, np.float32)
             b = np.zeros(shapes.b, np.float32)
             outputs = (slice(None),) * len(matrix_dims(self._graph, path).columns)
@@ -180,9 +182,9 @@ class _Assembly:
                 a[piece.index][..., own] = piece.pair.a
                 factor = np.float32(piece.scale / spec.scale)
                 b[piece.index][(..., own, *outputs)] = piece.pair.b * factor
-            params |= {f"{path}.{A}": a, f"{path}.{B}": b}
+            params |= {f"{path}{LORA_A}": a, f"{path}{LORA_B}": b}
             if spec.dora:
-                params[f"{path}.{LENGTHS}"] = self._lengths(path, by_path[path])
+                params[f"{path}{MAGNITUDE}"] = self._lengths(path, by_path[path])
         return params
 
     def _lengths(self, path: str, pieces: list[_Piece]) -> np.ndarray:

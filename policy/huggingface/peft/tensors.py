@@ -85,7 +85,7 @@ class Index:
 
     def __init__(self, graph: Graph):
         self.tensors: dict[str, list[Place]] = defaultdict(list)
-        self.modules: dict[str, list[Place]] = defaultdict(list)
+        self.modules: dict[str, list[tuple[Place, Factors]]] = defaultdict(list)
         self.fused: dict[str, dict[str, list[Place]]] = defaultdict(lambda: defaultdict(list))
         for weight in places(graph):
             for stored in (weight.stored, *weight.stored.also):
@@ -105,7 +105,7 @@ class Index:
             if form is None:
                 continue
             if form.experts == 1 and name.endswith(".weight"):
-                self.modules[module_name(name)].append(place)
+                self.modules[module_name(name)].append((place, form))
                 continue
             module, _, parameter = name.rpartition(".")
             self.fused[module][parameter].append(place)
@@ -238,11 +238,7 @@ class _Resolver:
         )
 
     def _add_linear(self, module: str, name: str, pair: Pair) -> None:
-        candidates = [
-            (place, form)
-            for place in self._index.modules[name]
-            if (form := factors(place.weight, place.stored)) is not None
-        ]
+        candidates = self._index.modules[name]
         for place, form in candidates:
             if form.fits(pair):
                 self._add(module, place, form, pair)

@@ -34,12 +34,12 @@ from policy.huggingface.peft.factors import (
     is_swapped,
     matrix_dims,
 )
-from policy.huggingface.peft.merge import LENGTHS, A, B
 from policy.huggingface.peft.targets import EMBEDDING, HEAD, module_name, routed
 from policy.huggingface.peft.tensors import INNER, PREFIX, Index
 from policy.huggingface.sources import read_object
 from policy.mesh import processes
 from policy.model import Graph
+from policy.ops.adapted import LORA_A, LORA_B, MAGNITUDE
 
 # The version whose form is written.
 VERSION = "0.21.2"
@@ -131,13 +131,13 @@ def _with_partners(graph: Graph, params: Mapping[str, np.ndarray]) -> dict[str, 
         return result
     for path in graph.paths:
         module, _, kind = path.rpartition(".")
-        if kind not in ("expert_gate_proj", "expert_up_proj") or f"{path}.{A}" not in params:
+        if kind not in ("expert_gate_proj", "expert_up_proj") or f"{path}{LORA_A}" not in params:
             continue
-        rank = params[f"{path}.{A}"].shape[-1]
+        rank = params[f"{path}{LORA_A}"].shape[-1]
         for other in ("expert_gate_proj", "expert_up_proj", "expert_down_proj"):
             shapes = factor_shapes(graph, f"{module}.{other}", rank)
-            result.setdefault(f"{module}.{other}.{A}", np.zeros(shapes.a, np.float32))
-            result.setdefault(f"{module}.{other}.{B}", np.zeros(shapes.b, np.float32))
+            result.setdefault(f"{module}.{other}{LORA_A}", np.zeros(shapes.a, np.float32))
+            result.setdefault(f"{module}.{other}{LORA_B}", np.zeros(shapes.b, np.float32))
     return result
 
 
@@ -146,7 +146,7 @@ def _modules(graph: Graph, params: Mapping[str, np.ndarray]) -> Iterator[_Module
     for place in places(graph):
         stored = _written(graph, place)
         paths = place.parts(stored)
-        if place.path != paths[0] or not any(f"{path}.{A}" in params for path in paths):
+        if place.path != paths[0] or not any(f"{path}{LORA_A}" in params for path in paths):
             continue
         form = factors(place, stored, is_swapped(place, stored, is_old=False))
         assert form is not None  # the weights that can have an adapter have stored forms
@@ -181,14 +181,14 @@ def _written(graph: Graph, place: StoredWeight) -> names.Stored:
 def _arrays(graph: Graph, params: Mapping[str, np.ndarray], path: str) -> Pair | None:
     """Returns the factors of a weight, those shared by experts repeated for each; None: it has
     none."""
-    if f"{path}.{A}" not in params:
+    if f"{path}{LORA_A}" not in params:
         return None
     rows, columns = matrix_dims(graph, path)
     shape = graph.shapes[path].shape
     lead = tuple(size for dim, size in enumerate(shape) if dim not in rows + columns)
-    a = _repeated(params[f"{path}.{A}"], lead, 1 + len(rows))
-    b = _repeated(params[f"{path}.{B}"], lead, 1 + len(columns))
-    return Pair(a, b, params.get(f"{path}.{LENGTHS}"))
+    a = _repeated(params[f"{path}{LORA_A}"], lead, 1 + len(rows))
+    b = _repeated(params[f"{path}{LORA_B}"], lead, 1 + len(columns))
+    return Pair(a, b, params.get(f"{path}{MAGNITUDE}"))
 
 
 def _repeated(array: np.ndarray, lead: tuple[int, ...], own: int) -> np.ndarray:
