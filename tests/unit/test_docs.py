@@ -80,6 +80,7 @@ NOT_RUN = {
     "rl-train configs/vlm_quickstart.yml",  # test_picture_runs.py
     "rl-train configs/distill_quickstart.yml",
     "rl-train configs/opd_quickstart.yml",
+    "rl-train configs/opd_quickstart.yml stages.1.algorithm=opd run.dir=runs/opd",
     "rl-train configs/distill_quickstart.yml teacher.files=runs/teacher_files",
     "rl rollout configs/quickstart.yml model=runs/sft/export run.dir=runs/sampled",
     "rl teach configs/distill_quickstart.yml --top 16 --output runs/teacher_files",
