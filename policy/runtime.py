@@ -152,13 +152,23 @@ class Runtime:
         "and hidden); null: `dtype`. It halves the bytes of bfloat16 gradients and rounds each "
         "number by up to an eighth",
     )
+    base_weights: WeightType | None = option(
+        None,
+        description="type in which the weights of products are stored where stages train adapters "
+        "alone, see quantization.md; embedding, head, routers and norms keep param_dtype; null: "
+        "param_dtype",
+    )
+    base_block: int | None = option(
+        64,
+        ge=1,
+        description="with base_weights: numbers along the inputs of a product that share a scale; "
+        "null: all inputs of an output",
+    )
     quantization: Quantization | None = option(
         None,
         description="type in which layers multiply; fp8: e4m3, fp8_full: gradients in e5m2; "
         "weights keep param_dtype",
     )
-    base_weights: WeightType | None = None
-    base_block: int | None = 64
     adapter: AdapterSpec | None = None
     layout: Layout | None = None
 

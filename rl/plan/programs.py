@@ -263,7 +263,7 @@ class Sampling:
         )
         self.cache = self._runner.abstract_cache
         read = self._runner.decoding_weights
-        copied = read.abstract(self.graph.shapes | self._copy) if read else {}
+        copied = read.abstract(self.graph.abstract | self._copy) if read else {}
         self._decoded = {
             path: weight for path, weight in copied.items() if isinstance(weight, tuple)
         }

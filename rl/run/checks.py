@@ -72,6 +72,7 @@ def _faults(config: RunConfig) -> Iterator[Fault]:
         yield from _evaluation(config, config.evaluation)
     yield from changes.faults(config)
     stages = rl.stages.create(config)
+    yield from _base_weights(config, stages)
     trained = [stage.name for stage in stages if not stage.trains_policy]
     for stage in stages:
         yield from _datasets((*stage.path, "data"), stage.options.data)
@@ -263,6 +264,39 @@ def _quantization(config: RunConfig) -> Iterator[Fault]:
             "model.quantization; leave it out, or use the same numbers",
             key=("generator", "weights"),
         )
+
+
+def _base_weights(config: RunConfig, stages: Sequence[StageKind]) -> Iterator[Fault]:
+    """Checks that no stage trains weights that are stored quantised, and that rollouts read
+    them."""
+    kind = config.model.base_weights
+    if kind is None:
+        return
+    for stage in stages:
+        if trains := _trained_weights(config, stage):
+            yield Fault(
+                f"{stage.name} trains {trains}, and weights stored in {kind} are not trained",
+                key=("model", "base_weights"),
+            )
+    if weights := config.generator.weights:
+        yield Fault(
+            f"{weights}, but rollouts read the {kind} weights of model.base_weights; leave it out",
+            key=("generator", "weights"),
+        )
+
+
+def _trained_weights(config: RunConfig, stage: StageKind) -> str | None:
+    """Returns which weights of products a stage trains, and how it would not; None: it trains
+    none."""
+    if not stage.trains_policy:
+        return "the weights of a reward model: leave base_weights out"
+    if config.model.adapter is None:
+        return "the weights of the policy: set model.adapter"
+    if stage.options.trains == "weights":
+        return "the weights of the policy (trains: weights): leave `trains` out"
+    if getattr(stage.algorithm, "critic_trunk", None) == "own":
+        return "a critic with weights of its own: set critic_trunk: policy"
+    return None
 
 
 def _pages(config: RunConfig) -> Iterator[Fault]:
