@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from adapters import (
+    SEQUENCE,
     Base,
     adapted,
     base,
@@ -22,6 +23,8 @@ from policy.adapter_spec import AdapterSpec
 from policy.huggingface.peft.merge import merged
 from policy.huggingface.peft.reader import read_adapter
 from policy.huggingface.peft.writer import write_adapter
+from policy.huggingface.tensorfiles import ModelFileError
+from policy.model import Model
 
 pytest.importorskip("peft")
 # peft looks for the patterns of experts among modules only, and uses them all the same.
@@ -111,6 +114,65 @@ def test_files_of_peft(kind, keys, options, tmp_path):
     adapter = read_adapter(tmp_path, ours.ours.graph, ours.weights)
     result = merged(ours.ours.graph, adapter.spec, ours.ours.params | adapter.params)
     assert np.abs(expected - ours.logits(ours.ours.params)).max() > 1
+    np.testing.assert_allclose(ours.logits(result.params), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        pytest.param(
+            "Llama",
+            {"use_dora": True, "layers_to_transform": [1], "target_modules": ["q_proj", "up_proj"]},
+            id="llama-dora",
+        ),
+        other("Qwen3Moe", {"target_parameters": EXPERTS}, ids="qwen3_moe"),
+        other("DeepseekV3", {"target_parameters": EXPERTS}, ids="deepseek_v3"),
+        other("GptOss", {"target_parameters": EXPERTS}, ids="gpt_oss"),
+        other("Qwen3_5", {}, ids="qwen3_5"),
+    ],
+)
+def test_products_with_what_peft_wrote(kind, options, tmp_path):
+    """The same without a merge: products read the base and the adapter."""
+    its = adapted(base_model(kind), r=4, lora_alpha=6, **ALL | options)
+    its.save_pretrained(tmp_path)
+    ours = base(kind)
+    adapter = read_adapter(tmp_path, ours.ours.graph, ours.weights)
+    graph = ours.ours.graph.with_runtime(adapter=adapter.spec)
+    model = Model(graph, ours.ours.params | adapter.params)
+    np.testing.assert_allclose(model.logits(SEQUENCE), logits(its), atol=1e-4)
+
+
+@pytest.mark.every_family
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_starts_that_changed_the_base(start, tmp_path):
+    """Refused, unless peft converted the adapter to one of the unchanged base, of twice the
+    rank."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], init_lora_weights=start
+    )
+    its = get_peft_model(base_model("Llama"), config).eval()
+    config.init_lora_weights = True  # as its documentation says
+    its.save_pretrained(tmp_path / "start")
+    config.init_lora_weights = start
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in its.named_parameters():
+            if "lora_" in name:
+                weight.add_(torch.randn_like(weight) * 0.3)
+    expected = logits(its)
+    its.save_pretrained(tmp_path / "changed")
+    ours = base("Llama")
+    with pytest.raises(ModelFileError, match="changed the base model"):
+        read_adapter(tmp_path / "changed", ours.ours.graph)
+    its.save_pretrained(
+        tmp_path / "converted", path_initial_model_for_weight_conversion=tmp_path / "start"
+    )
+    adapter = read_adapter(tmp_path / "converted", ours.ours.graph)
+    assert adapter.spec.rank == 8
+    result = merged(ours.ours.graph, adapter.spec, ours.ours.params | adapter.params)
     np.testing.assert_allclose(ours.logits(result.params), expected, atol=1e-4)
 
 
