@@ -5,7 +5,8 @@ A product with a weight counts 2 per weight element and token. Attention counts 
 query and of a value and per key that the query sees; a causal sequence of n tokens has n (n + 1) /
 2 pairs, fewer with a window. A gradient counts twice its forward pass. Recomputation (remat),
 padding, norms, activations and sampling do not count. Frameworks that count every pair of tokens
-report up to twice as much at long context.
+report up to twice as much at long context. A weight under an adapter has no gradient: its products
+count once forward and once for the gradient of their inputs.
 
 N rows, T tokens.
 """
@@ -31,44 +32,92 @@ from policy.config import (
     ShortConv,
 )
 from policy.media import is_tower
+from policy.ops.adapted import LORA_A, LORA_B
 from rl.accounting import chips
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
+    from policy.adapters.learning import Adapters
     from policy.mesh.sharding import Layout
     from policy.model import Graph
+
+EMBEDDING = "embed_tokens"
 
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """Counts the operations of the model of `graph`, with or without its `head`."""
+    """Counts the operations of the model of `graph`, with or without its `head`. adapters: what
+    learns over its weights; None: the weights learn."""
 
     graph: Graph
     head: bool = True
+    adapters: Adapters | None = None
 
     @cached_property
     def active_weights(self) -> float:
-        """Returns how many weight elements multiply one token. Of the E routed experts, k count.
+        """Returns how many weight elements multiply one token, without adapters. Of the E routed
+        experts, k count.
 
         Lookup tables, norms, biases and convolutions do not count.
         """
+        return sum(map(self._of_token, self._multiplied))
+
+    @cached_property
+    def adapter_weights(self) -> float:
+        """Returns how many elements of factors of adapters multiply one token. A factor that all
+        experts share multiplies it for each of its k experts. Of the embedding B does, and A is
+        looked up."""
+        if self.adapters is None:
+            return 0.0
+        multiplied = {*self._multiplied}
         result = 0.0
-        config = self.graph.config
-        head = ({"embed_tokens"} if config.tied_head else {"lm_head"}) if self.head else set()
-        for path, shape in self.graph.shapes.items():
-            if is_tower(path):  # towers read pictures and sounds, not tokens
-                continue
-            if path not in head and path not in self.graph.matrices:
-                continue
-            share = 1.0
-            if "exp" in self.graph.axes[path]:
-                moe = self._layer(path).moe
-                assert moe is not None  # only experts have an "exp" axis
-                router = moe.router
-                share = router.experts_per_token / router.experts
-            result += share * math.prod(shape.shape)
+        for target in self.adapters.spec.adapted:
+            experts = self._experts_of_token(target.path)
+            if target.path in multiplied:
+                result += experts * self._of_matrix(target.path + LORA_A)
+            if target.path in multiplied or target.path == EMBEDDING:
+                result += experts * self._of_matrix(target.path + LORA_B)
         return result
+
+    def _of_matrix(self, path: str) -> float:
+        """Returns the elements of a factor of an adapter, of one expert, in all layers."""
+        assert self.adapters is not None  # which has the factor
+        return _without_experts(self.adapters.sizes[path], self.adapters.axes[path])
+
+    @cached_property
+    def _without_gradient(self) -> float:
+        """Returns how many of the `active_weights` do not learn."""
+        if self.adapters is None:
+            return 0.0
+        learned = {*self.adapters.spec.train}
+        return sum(self._of_token(path) for path in self._multiplied if path not in learned)
+
+    @cached_property
+    def _multiplied(self) -> list[str]:
+        """Returns the paths of the weights that multiply tokens."""
+        config = self.graph.config
+        head = ({EMBEDDING} if config.tied_head else {"lm_head"}) if self.head else set()
+        return [
+            path
+            for path in self.graph.shapes
+            if not is_tower(path)  # towers read pictures and sounds, not tokens
+            and (path in head or path in self.graph.matrices)
+        ]
+
+    def _of_token(self, path: str) -> float:
+        """Returns how many elements of a weight multiply one token."""
+        of_one = _without_experts(self.graph.shapes[path].shape, self.graph.axes[path])
+        return self._experts_of_token(path) * of_one
+
+    def _experts_of_token(self, path: str) -> int:
+        """Returns how many experts with a weight like this one a token goes to; 1 for weights of no
+        routed expert."""
+        if "exp" not in self.graph.axes[path]:
+            return 1
+        moe = self._layer(path).moe
+        assert moe is not None  # only experts have an "exp" axis
+        return moe.router.experts_per_token
 
     def forward(self, lengths: ArrayLike, weighed: float | None = None) -> float:
         """Returns the operations of one forward pass over sequences of these lengths.
@@ -81,14 +130,25 @@ class Operations:
         if (mtp := self.graph.config.multi_token_prediction) is not None:
             mixers += list(mtp.layer.mixers) * mtp.depth
         different = {mixer: mixers.count(mixer) for mixer in mixers}
-        return 2.0 * self.active_weights * tokens + sum(
+        weights = self.active_weights + self.adapter_weights
+        return 2.0 * weights * tokens + sum(
             n * _mixing(mixer, lengths) for mixer, n in different.items()
         )
+
+    def with_gradient(self, lengths: ArrayLike) -> float:
+        """Returns the operations of one forward pass over sequences of these lengths and of the
+        gradient of all that learns."""
+        tokens = float(np.sum(lengths))
+        return 3.0 * self.forward(lengths) - 2.0 * self._without_gradient * tokens
 
     def of_runs(self, ends: np.ndarray, starts: np.ndarray) -> float:
         """Returns the operations of one forward pass over runs of tokens: of a sequence up to
         `ends`, without its tokens up to `starts`, which another run has computed."""
         return self.forward(ends) - self.forward(starts)
+
+    def of_runs_with_gradient(self, ends: np.ndarray, starts: np.ndarray) -> float:
+        """Returns the operations of one forward pass over such runs and of its gradient."""
+        return self.with_gradient(ends) - self.with_gradient(starts)
 
     def _layer(self, path: str) -> LayerSpec:
         """Returns the layer that the weight at `path` belongs to."""
@@ -100,6 +160,11 @@ class Operations:
             config.multi_token_prediction is not None
         )  # every other routed layer is a prediction module
         return config.multi_token_prediction.layer
+
+
+def _without_experts(size: tuple[int, ...], axes: tuple[str | None, ...]) -> float:
+    """Returns the elements of an array, of one of its experts."""
+    return math.prod(each for each, axis in zip(size, axes, strict=True) if axis != "exp")
 
 
 def _mixing(

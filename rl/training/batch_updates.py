@@ -140,7 +140,6 @@ class BatchUpdates(ABC):
         self.graph = graph
         self.stage = stage
         self.algorithm = algorithm
-        self.flops = Operations(graph)
         self.total_flops = 0.0
         self.sharing: Sharing | None = None
         # Most tokens of a row of a batch; None: the length of its arrays.
@@ -154,6 +153,7 @@ class BatchUpdates(ABC):
         # What of the policy learns, if that is an adapter.
         trains_adapter = self._update_graph.runtime.adapter is not None
         self.adapters = Adapters(self._update_graph) if trains_adapter else None
+        self.flops = Operations(graph, adapters=self.adapters)
         self._base: dict[str, Any] = {}
 
     @property
@@ -317,10 +317,13 @@ class BatchUpdates(ABC):
         values = self.held_out_call(state, batch, inputs, table, R).run()
         return {name: float(value) for name, value in jax.device_get(values).items()}
 
-    def add_flops(self, operations: Operations, packing: Packing, passes: int) -> None:
-        """Adds `passes` over packed rows to `total_flops`: a forward pass counts 1, its gradient
-        2."""
-        self.total_flops += passes * operations.of_runs(*packing.runs)
+    def add_forward_flops(self, operations: Operations, packing: Packing) -> None:
+        """Adds a forward pass over packed rows to `total_flops`."""
+        self.total_flops += operations.of_runs(*packing.runs)
+
+    def add_update_flops(self, operations: Operations, packing: Packing) -> None:
+        """Adds a forward pass over packed rows, and its gradient, to `total_flops`."""
+        self.total_flops += operations.of_runs_with_gradient(*packing.runs)
 
     def check_updates(self, learner: ParamState, metrics: dict[str, float]) -> None:
         """Raises ModelError if no update changed `learner` and the last step's updates were not

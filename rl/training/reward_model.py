@@ -123,7 +123,7 @@ class RewardModelTrainer(BatchUpdates):
         update in its stage, from 0, as in UpdateArguments.
         """
         packing, R = self.packing_of_update(batch)
-        self.add_flops(self.model.flops, packing, passes=3)
+        self.add_update_flops(self.model.flops, packing)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
         inputs = self.loss_inputs(batch)
         arguments = UpdateArguments.of(batch, inputs, table, number=number)

@@ -303,11 +303,12 @@ class Trainer(BatchUpdates):
             )
         packing, R = self.packing_of_update(batch)
         if not critic_only:
-            self.add_flops(self.flops, packing, passes=3)
+            self.add_update_flops(self.flops, packing)
             self._add_teacher_flops(packing)
         if self._updates_critic_alone(critic_only):
             model = self.value_model
-            self.add_flops(model.flops, packing, passes=1 if model.shared else 3)
+            add = self.add_forward_flops if model.shared else self.add_update_flops
+            add(model.flops, packing)
         batch = shard_rows(packing.batch(batch), self.graph.layout)
         metrics: dict[str, Any] = packing.metrics(R, self.sharing is not None)
         coefs = {name: np.float32(value) for name, value in (adaptive_coefs or {}).items()}
@@ -497,7 +498,7 @@ class Trainer(BatchUpdates):
         self, program: CompiledCache, weights: Weights, batch: Batch, operations: Operations
     ) -> tuple[np.ndarray, ...]:
         packing, R = self.packing_of(batch, self.row_history)
-        self.add_flops(operations, packing, passes=1)
+        self.add_forward_flops(operations, packing)
         return by_micro_batch(partial(program, weights), batch, packing, R, self.graph.layout)
 
     @cached_property

@@ -1,6 +1,7 @@
 """Operations counted from a configuration are those that torch counts while transformers
 computes."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -10,8 +11,11 @@ from oracles import STANDARD, configuration, oracle, saved, tokens
 
 import policy
 from policy import families
+from policy.adapter_spec import AdapterSpec
+from policy.adapters.learning import Adapters
 from policy.config import Attention, Runtime
 from policy.huggingface import sources
+from policy.huggingface.peft.targets import resolved
 from policy.mesh.sharding import layout
 from policy.model import Graph
 from rl.accounting import chips
@@ -28,13 +32,16 @@ def counted(model, row) -> int:
 
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.from_numpy(row), use_cache=False)
-    by_module = counter.get_flop_counts()
-    rotary = [
+    return counter.get_total_flops() - _rotary(counter)
+
+
+def _rotary(counter) -> int:
+    """Of products that make rotary angles."""
+    return sum(
         sum(result.values())
-        for name, result in by_module.items()
+        for name, result in counter.get_flop_counts().items()
         if name.endswith(("rotary_emb", "rotary_emb_local"))
-    ]
-    return counter.get_total_flops() - sum(rotary)
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,6 +53,58 @@ def test_one_token_needs_what_torch_counts(kind, tmp_path):
     ours = Operations(policy.load(saved(model, tmp_path)).graph)
     assert ours.forward([1]) == counted(model, tokens(1, 1))
     assert ours.forward([1, 1, 1]) == 3 * ours.forward([1])
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "v_proj"), ("down_proj", "o_proj")])
+def test_an_update_of_an_adapter_needs_what_torch_counts(targets, tmp_path):
+    """One pass forward, for base weights one more for the gradient of their inputs, for adapters
+    three."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    peft = pytest.importorskip("peft", reason="the oracle is peft: pip install 'duet-rl[test]'")
+    model = oracle("Llama", **STANDARD["Llama"])
+    graph = policy.load(saved(model, tmp_path)).graph
+    named = targets if targets == "all-linear" else list(targets)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=named))
+    adapted.enable_input_require_grads()
+    row = torch.from_numpy(tokens(1, 1))
+    spec = resolved(graph, AdapterSpec(rank=2, targets=targets))
+    ours = Operations(graph, adapters=Adapters(graph.with_runtime(adapter=spec)))
+    assert ours.forward([1]) == counted(adapted, tokens(1, 1))
+    with FlopCounterMode(display=False) as counter:
+        adapted(row, use_cache=False).logits.sum().backward()
+    assert ours.with_gradient([1]) == counter.get_total_flops() - _rotary(counter)
+    assert ours.of_runs_with_gradient(np.array([3]), np.array([1])) == (
+        ours.with_gradient([3]) - ours.with_gradient([1])
+    )
+
+
+@pytest.mark.parametrize(("experts", "share"), [("each", 1.0), ("shared", 1.0), ("none", 0.0)])
+def test_adapters_of_experts_count_for_those_that_a_token_goes_to(experts, share):
+    graph = Graph(sources.preset("qwen3-30b-a3b"), Runtime(), layout(devices=jax.devices()[:1]))
+    spec = AdapterSpec(rank=8, targets=("gate_proj", "down_proj"), expert_rank=2, experts=experts)
+    if experts == "none":
+        spec = replace(spec, targets=("gate_proj", "q_proj"))
+    adapters = Adapters(graph.with_runtime(adapter=resolved(graph, spec)))
+    routed = 48 * 8 * 2 * 2 * (2048 + 768)  # layers, k, rank, two weights
+    attention = 0 if share else 48 * 8 * (2048 + 4096)
+    ours = Operations(graph, adapters=adapters)
+    assert ours.adapter_weights == share * routed + attention
+    plain = Operations(graph)
+    assert plain.with_gradient([9]) == 3 * plain.forward([9])
+    saved_work = plain.with_gradient([9]) - ours.with_gradient([9])
+    assert saved_work == 9 * (2 * plain.active_weights - 6 * ours.adapter_weights)
+
+
+def test_weights_that_learn_in_full_next_to_an_adapter_have_a_gradient():
+    graph = Graph(sources.preset("qwen3-0.6b"), Runtime(), layout(devices=jax.devices()[:1]))
+    spec = AdapterSpec(rank=8, targets=("q_proj",), train=("embed_tokens",))
+    frozen, learning = (
+        Operations(graph, adapters=Adapters(graph.with_runtime(adapter=resolved(graph, each))))
+        for each in (replace(spec, train=()), spec)
+    )
+    head = graph.config.vocab_size * graph.config.hidden_size
+    assert learning.with_gradient([5]) - frozen.with_gradient([5]) == 5 * 2 * head
 
 
 def test_of_chosen_blocks_their_tokens_count(tmp_path):

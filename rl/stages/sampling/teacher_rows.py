@@ -164,7 +164,7 @@ def _scored(stage: StageKind, state: RunState, batch: Batch, rollouts: Rollouts)
         own_rows = batch.without_rows(other_N)
         packing, R = trainer.packing_of(own_rows, trainer.row_history)
         logp = scorer(own_rows, packing, R)
-        trainer.add_flops(scorer.flops, packing, passes=1)
+        trainer.add_forward_flops(scorer.flops, packing)
         result = np.where(other_N[:, None], result, logp)
     return result
 
