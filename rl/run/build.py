@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,7 +45,7 @@ from rl.run.folder import RunFolder
 from rl.run.health import changed_rows
 from rl.run.manifest import CHECKPOINT_FOLDER
 from rl.run.prepare import Prepared
-from rl.run.resume import adapters, best
+from rl.run.resume import adapters, base, best
 from rl.run.signals import StopSignal
 from rl.run.state import Run, stage_ended
 from rl.stages.context import Progress
@@ -94,12 +95,7 @@ def run(
     progress = Progress.from_json(saved[1].get("progress")) if saved else Progress()
     has_media = prepared.data.has_media
     with timeline.span("loading the model"):
-        first = 0 if saved is None else saved[1]["stage"]
-        has_adapter = adapters.trains_adapter(config, first)
-        with_weights = saved is None or has_adapter
-        decoder = model(config, prepared, with_weights=with_weights, media=has_media)
-        if has_adapter:
-            adapters.begin(decoder, config)
+        decoder = _first_model(config, prepared, None if saved is None else saved[1])
     sampler = generator(config, decoder, prepared.tokenizer, generator_options(config))
     events = Events(config, folder.path)
     if changed:
@@ -127,6 +123,26 @@ def run(
         sampler.engine.runner.stop_compiling()
         checkpoints.close()
         events.close()
+
+
+def _first_model(config: RunConfig, prepared: Prepared, host: dict | None) -> Model:
+    """Returns the model of the first stage that runs, with the weights that no checkpoint brings.
+
+    host: the host.json of the checkpoint that the run goes on from. Raises ModelError if the base
+    of an adapter is another one than it was.
+    """
+    has_media = prepared.data.has_media
+    first = 0 if host is None else host["stage"]
+    if not adapters.trains_adapter(config, first):
+        return model(config, prepared, with_weights=host is None, media=has_media)
+    directory = None
+    if host is not None:
+        graph_only = model(config, prepared, with_weights=False, media=has_media)
+        base.check(config, graph_only.graph, host)
+        directory = base.directory_of(config)
+    decoder = model(config, prepared, with_weights=True, media=has_media, directory=directory)
+    adapters.begin(decoder, config)
+    return decoder
 
 
 def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTables:
@@ -162,10 +178,15 @@ def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTa
 
 
 def model(
-    config: RunConfig, prepared: Prepared, *, with_weights: bool, media: bool = False
+    config: RunConfig,
+    prepared: Prepared,
+    *,
+    with_weights: bool,
+    media: bool = False,
+    directory: Path | None = None,
 ) -> Model:
     """Returns the model on its mesh, without weights if a checkpoint will bring them. `media`: with
-    its towers.
+    its towers. directory: the weights, in place of those of `model.source`.
 
     Raises ResourceError for missing devices or memory, ConfigError for options that do not fit the
     model, ModelError for a model that cannot be read.
@@ -185,7 +206,8 @@ def model(
         if not with_weights:
             return Model(graph, {})
         how = {"runtime": graph.runtime, "mesh": mesh}
-        if (directory := models.directory(options.source, weights=True)) is not None:
+        directory = directory or models.directory(options.source, weights=True)
+        if directory is not None:
             missing = part.missing if (part := options.multi_token_prediction) else "refuse"
             how |= {"seed": config.seed, "missing": missing, "media": media}
             return policy.load(directory, sections=options.sections, **how)

@@ -114,6 +114,12 @@ class RunFolder:
         if not on_first(directory.is_dir):
             self._in_one_step(directory, write)
 
+    def write_anew(self, directory: Path, write: Callable[[Path], None], size: int = 0) -> None:
+        """Calls `write(directory)` to fill a directory, in place of one that exists. The directory
+        appears in one step. size: as in `export`."""
+        on_first(lambda: shutil.rmtree(directory, ignore_errors=True))
+        self._in_one_step(directory, write, size)
+
     def _in_one_step(self, directory: Path, write: Callable[[Path], None], size: int = 0) -> Path:
         """Calls `write` in every process. Returns when the directory is there."""
         unfinished = directory.with_name(f"{directory.name}.tmp")
@@ -138,7 +144,7 @@ class RunFolder:
                 raise
             room = disk_room(directory.parent, size)
             raise ResourceError(
-                f"{directory}: the final weights cannot be written: {error}. Make room, then "
+                f"{directory}: the weights cannot be written: {error}. Make room, then "
                 f"`rl-train {quoted(self.path)}` ({room})"
             ) from None
 

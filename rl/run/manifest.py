@@ -33,7 +33,7 @@ def seal(directory: Path, content: JsonObject) -> None:
     """
     names = _files(directory)
     with ThreadPoolExecutor(_THREADS) as pool:
-        hashes = list(pool.map(lambda name: _hash(directory / name, sync=True), names))
+        hashes = list(pool.map(lambda name: file_hash(directory / name, sync=True), names))
     sizes = [(directory / name).stat().st_size for name in names]
     files = {
         name: {"size": s, "sha256": h} for name, s, h in zip(names, sizes, hashes, strict=True)
@@ -75,7 +75,7 @@ def examine(directory: Path, hashes: bool = True) -> tuple[dict[str, Any] | None
                 hashes_now = dict(
                     zip(
                         present,
-                        pool.map(lambda name: _hash(directory / name), present),
+                        pool.map(lambda name: file_hash(directory / name), present),
                         strict=True,
                     )
                 )
@@ -149,7 +149,8 @@ def _files(directory: Path) -> list[str]:
     )
 
 
-def _hash(path: Path, sync: bool = False) -> str:
+def file_hash(path: Path, sync: bool = False) -> str:
+    """Returns the SHA-256 of a file. sync: returns when the file is on the disk. Raises OSError."""
     with path.open("rb") as file:
         if sync:
             os.fsync(file.fileno())

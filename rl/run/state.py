@@ -22,7 +22,8 @@ from rl.records.run_files import CURRICULUM, read_json
 from rl.run.checkpoint import Checkpoints
 from rl.run.folder import RunFolder
 from rl.run.health import start_checks
-from rl.run.resume import adapters
+from rl.run.resume import adapters, base
+from rl.run.resume.base import BaseIdentity
 from rl.run.resume.best import BestSteps
 from rl.run.resume.continued import PlaceOfRun
 from rl.run.signals import StopSignal
@@ -54,7 +55,8 @@ class Run(Context):
 
     evaluation_problems: of all stages. programs: the log of the memory of compiled programs.
     saved: (number, host.json) of the checkpoint that the run goes on from, or None. teacher:
-    identity of the teacher of the current stage. best: the best steps of the current stage.
+    identity of the teacher of the current stage. base: what is under the adapter that the current
+    stage trains. best: the best steps of the current stage.
     chosen_steps: the best steps that the run went on with, by stage, for run.json.
     """
 
@@ -66,6 +68,7 @@ class Run(Context):
     programs: ProgramMemoryLog
     saved: tuple[int, dict] | None
     teacher: str | None = None
+    base: BaseIdentity | None = None
     best: BestSteps = field(default_factory=lambda: BestSteps(None, None))
     chosen_steps: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -113,10 +116,9 @@ class Run(Context):
         """Returns the state of a stage: a new one, or the restored one of the checkpoint with this
         host.json."""
         self._identify_teacher(stage, checkpoint)
-        if adapters.trains_adapter(self.config, stage.index) and adapters.begin(
-            self.model, self.config
-        ):
-            self.generator.engine.runner.forget_programs()
+        self.base = (
+            self._begin_adapter() if adapters.trains_adapter(self.config, stage.index) else None
+        )
         self.best = BestSteps(stage.options.best, checkpoint)
         stage.bind(self.model.graph)
         stage.load_scorers(self)
@@ -140,6 +142,15 @@ class Run(Context):
             self._note_curriculum(stage)
         self.model.params = stage.trainer.policy_params(state)
         return state
+
+    def _begin_adapter(self) -> BaseIdentity:
+        """Gives the policy its adapter, unless it has one, and returns what is under it."""
+        if not adapters.has_adapter(self.model):
+            base.write(self, self.folder)
+            adapters.begin(self.model, self.config)
+            self.generator.engine.runner.forget_programs()
+        with self.timeline.span("hashing the base"):
+            return base.identity(self.config, self.model.graph)
 
     def _note_curriculum(self, stage: StageKind) -> None:
         """Writes curriculum.json: the histogram of each stage with a curriculum, for the report."""
@@ -232,6 +243,8 @@ class Run(Context):
         host["progress"] = self.progress.to_json()
         if self.teacher:
             host["teacher"] = self.teacher
+        if self.base:
+            host[base.KEY] = asdict(self.base)
         return host | self.best.to_host()
 
     def _check_saved(self, number: int, request: str, where: str, directory: str | None) -> None:

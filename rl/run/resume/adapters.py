@@ -12,11 +12,12 @@ def trains_adapter(config: RunConfig, stage: int) -> bool:
     return config.model.adapter is not None and config.stages[stage].trains != "weights"
 
 
-def begin(model: Model, config: RunConfig) -> bool:
-    """Gives the model its adapter, over its present weights, unless it has one. Returns whether it
-    got one."""
-    if any(map(is_adapter, model.params)):
-        return False
+def has_adapter(model: Model) -> bool:
+    """Whether the weights of the model have an adapter."""
+    return any(map(is_adapter, model.params))
+
+
+def begin(model: Model, config: RunConfig) -> None:
+    """Gives the model its adapter, over its present weights."""
     adapters = Adapters(model.graph)
     model.params = {**model.params, **adapters.init(model.params, config.seed)}
-    return True

@@ -11,12 +11,19 @@ from rl.errors import ModelError
 from rl.stages.export import generation
 
 if TYPE_CHECKING:
+    from policy.model import Model
     from rl.stages.context import Context
 
 
 def write_policy(context: Context, directory: Path) -> None:
     """Writes the policy of a run with its tokenizer, and with all parts of the model that training
     started from."""
+    write_model(context, context.model, directory)
+
+
+def write_model(context: Context, model: Model, directory: Path) -> None:
+    """Writes a model of a run as `write_policy` does the policy. Arrays of an adapter are left
+    out."""
     import policy
     from policy.huggingface.tensorfiles import ModelFileError
     from policy.mesh import processes
@@ -24,11 +31,10 @@ def write_policy(context: Context, directory: Path) -> None:
     written = generation.keys(context)
     source = _source(context)
     try:
-        policy.save(context.model, directory, generation=written, source=source)
+        policy.save(model, directory, generation=written, source=source)
     except ModelFileError as error:  # the files of the source have changed since they were read
         _note_parts(context, error)
-        model = policy.Model(context.model.graph, context.model.params)
-        policy.save(model, directory, generation=written)
+        policy.save(policy.Model(model.graph, model.params), directory, generation=written)
     if not processes.first():
         return
     write_tokenizer(context.config, context.tokenizer, directory)

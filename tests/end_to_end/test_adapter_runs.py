@@ -1,0 +1,111 @@
+"""A run whose first stage trains the weights and whose second trains an adapter over them: what it
+leaves on the disk, and that it goes on to the same bits, over the same base only."""
+
+import json
+import shutil
+from pathlib import Path
+
+import launch
+import pytest
+
+STEP = {"sampling": {"max_new_tokens": 6}, "optimizer": {"learning_rate": 1e-2}}
+STAGES = [
+    {"algorithm": "sft", "trains": "weights", "steps": 1, "prompts_per_step": 8, **STEP},
+    {
+        "algorithm": {"name": "grpo", "kl_coef": 0.05},
+        "steps": 2,
+        "prompts_per_step": 4,
+        "samples_per_prompt": 4,
+        **STEP,
+    },
+]
+GIVEN = (
+    *launch.LIGHT,
+    "run.checkpoint_every=1",
+    "run.keep_checkpoints=9",
+    "model.adapter={rank: 2}",
+    f"stages={json.dumps(STAGES)}",
+)
+
+
+@pytest.fixture(scope="module")
+def adapter_run(tmp_path_factory) -> Path:
+    """The directory of a run that nothing disturbed."""
+    directory = tmp_path_factory.mktemp("adapter") / "run"
+    assert launch.train(directory, *GIVEN) == 0
+    return directory
+
+
+def tensors(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.glob("*.safetensors")}
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """Every number, sample and weight, bit by bit."""
+    assert launch.numbers(one) == launch.numbers(other)
+    assert launch.samples(one) == launch.samples(other)
+    for folder in ("base", "export"):
+        assert tensors(one / folder) == tensors(other / folder) != {}
+
+
+def stopped_after(run: Path, directory: Path, number: int) -> Path:
+    """A copy of a run as a kill after the checkpoint with this number leaves it."""
+    shutil.copytree(run, directory)
+    shutil.rmtree(directory / "export")
+    for checkpoint in (directory / "checkpoints").iterdir():
+        if int(checkpoint.name) > number:
+            shutil.rmtree(checkpoint)
+    return directory
+
+
+def checkpoints(run: Path) -> list[int]:
+    return sorted(int(path.name) for path in (run / "checkpoints").iterdir())
+
+
+def test_a_checkpoint_of_an_adapter_names_the_base_and_does_not_hold_it(adapter_run):
+    *_, newest = sorted((adapter_run / "checkpoints").iterdir())
+    arrays = json.loads((newest / "manifest.json").read_text())["arrays"]
+    assert any(name.endswith(".lora_a") for name in arrays)
+    assert not any(name.endswith(("q_proj", "embed_tokens", "o_proj")) for name in arrays)
+    base = json.loads((newest / "host.json").read_text())["base"]
+    assert base["source"] == str(adapter_run / "base") and len(base["sha256"]) == 64
+    assert base["dtype"] == "float32" and base["base_weights"] is None
+
+
+def test_a_run_goes_on_from_each_checkpoint_to_the_same_bits(adapter_run, tmp_path):
+    first, second, _ = checkpoints(adapter_run)  # of the stage of the weights, of the adapter
+    for number in (first, second):
+        directory = stopped_after(adapter_run, tmp_path / str(number), number)
+        assert launch.train(directory, *GIVEN) == 0
+        assert_same(directory, adapter_run)
+
+
+def test_a_run_over_another_base_stops(adapter_run, tmp_path, capsys):
+    directory = stopped_after(adapter_run, tmp_path / "run", checkpoints(adapter_run)[1])
+    file = directory / "base" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert launch.train(directory, *GIVEN) == 4
+    assert "is another one" in capsys.readouterr().err
+    shutil.rmtree(directory / "base")
+    assert launch.train(directory, *GIVEN) == 4
+    assert f"{directory / 'base'}: no config.json there" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_ends_with_the_same_bits(adapter_run, tmp_path):
+    directory = tmp_path / "run"
+    given = launch.arguments(directory, *GIVEN)
+    moments = [
+        (directory / "base.tmp").exists,
+        (directory / "base").exists,
+        (directory / "base.json").exists,
+        lambda: launch.lines(directory) >= 3,
+        lambda: any((directory / "checkpoints").glob("*.tmp-*")),
+        lambda: (directory / "export.tmp").exists() or (directory / "export").exists(),
+    ]
+    kills = [launch.killed(given, moment) for moment in moments]
+    assert sum(kills) >= 4, kills
+    assert launch.train(directory, *GIVEN) == 0
+    assert_same(directory, adapter_run)
