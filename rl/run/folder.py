@@ -144,7 +144,7 @@ class RunFolder:
                 raise
             room = disk_room(directory.parent, size)
             raise ResourceError(
-                f"{directory}: the weights cannot be written: {error}. Make room, then "
+                f"{directory}: the final weights cannot be written: {error}. Make room, then "
                 f"`rl-train {quoted(self.path)}` ({room})"
             ) from None
 

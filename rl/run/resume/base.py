@@ -116,15 +116,15 @@ def check(config: RunConfig, graph: Graph, host: Mapping) -> None:
     if KEY not in host:
         return
     saved = BaseIdentity(**host[KEY])
-    found = identity(config, graph)
+    present = identity(config, graph)
     differing = [
         f"{name}: {before} there, {now} here"
         for name in ("sha256", "dtype", "base_weights", "adapter")
-        if (before := getattr(saved, name)) != (now := getattr(found, name))
+        if (before := getattr(saved, name)) != (now := getattr(present, name))
     ]
     if differing:
         raise ModelError(
-            f"the base of the adapter, {found.source}, is another one than the checkpoints of "
+            f"the base of the adapter, {present.source}, is another one than the checkpoints of "
             f"{config.directory} were trained over ({saved.source}): {'; '.join(differing)}. "
             "Restore its files (config.json, *.safetensors), or start a new run in another run.dir"
         )
