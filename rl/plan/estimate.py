@@ -8,10 +8,10 @@ Temporaries and seconds are a model of a few terms, good for a comparison of con
   product outputs that `remat` keeps; all outputs of the largest layer and its full weights, or the
   logits that the head keeps (policy/heads/head.py), whichever are more; and a chunk of logits.
   Other passes: outputs and weights of the largest layer, and a chunk of logits.
-- Operations (rl/accounting/flops.py): three times the forward pass for a gradient, and once more
-  for recomputation.
+- Operations (rl/accounting/flops.py): three times the forward pass for a gradient, of weights under
+  an adapter twice, and once more for recomputation.
 - HBM traffic: all weights in each pass, activations, and in an update each trained weight with the
-  state of its optimizer, read and written once.
+  state of its optimizer, read and written once. Factors of an adapter count in updates only.
 - The products of an optimizer, as Muon has them, once an update. Its other operations are left out.
 - The pass of a teacher in an update is one more forward pass, of its own weights.
 - Communication: an all-gather of weights over the axes that shard them but not the products, a
@@ -30,6 +30,7 @@ from functools import cached_property
 import jax
 import jax.numpy as jnp
 
+from policy.adapters.learning import Adapters
 from policy.layers.layer_embeddings import TABLE
 from policy.media import is_tower
 from policy.mesh.sharding import axes_of
@@ -156,12 +157,48 @@ class WeightSizes:
         work = self.operations.forward([length] * sequences) / size
         return work, self.read + self.bytes * 4 * tokens * self.outputs
 
+    def gradient(
+        self, adapters: Adapters | None, sequences: int, length: int
+    ) -> tuple[float, float]:
+        """Returns (operations, bytes of HBM traffic) per device of a forward pass and of the
+        gradient of what learns: the adapter, or the weights."""
+        _, moved = self.forward(sequences, length)
+        operations = Operations(self.graph, adapters=adapters)
+        work = operations.with_gradient([length] * sequences) / self.graph.layout.mesh.size
+        return work, (3.0 if adapters is None else 2.0) * moved
+
     def kept(self, remat: str) -> float:
         """Returns the product outputs per token, in all layers, that a remat policy keeps for the
         backward pass."""
         if remat in _KEPT:
             return _KEPT[remat] * self.outputs
         return 0.0 if "offloaded" in remat else self.qkv if "qkv" in remat else 0.5 * self.outputs
+
+
+class AdapterSizes:
+    """Sizes of the arrays of an adapter per device, in numbers: as they are stored, and as products
+    read them."""
+
+    def __init__(self, adapters: Adapters):
+        layout = adapters.trunk.layout
+        rules = dict(layout.rules)
+        rows = {*rules["batch"], *rules["length"]}
+        self.local = self.assembled = 0.0
+        for path, size in adapters.sizes.items():
+            axes = adapters.axes[path]
+            numbers = math.prod(size)
+            spec = [axes_of(dims) for dims in layout.spec(axes, size)]
+            parts = [
+                (mesh_axis, axis)
+                for axis, dims in zip(axes, spec, strict=True)
+                for mesh_axis in dims
+            ]
+            shape = layout.mesh.shape
+            self.local += numbers / math.prod(shape[each] for each, _ in parts)
+            cut = math.prod(
+                shape[each] for each, axis in parts if each not in rows or axis == "exp"
+            )
+            self.assembled += numbers / cut
 
 
 class Estimator:
@@ -287,14 +324,20 @@ class Estimator:
             temporaries = max(temporaries, logits + kept_of_head)
             temporaries += planned.gradient + item * tokens * (E * layers + kept)
         passes = 3.0 + again if update else 1.0
-        work, moved = (passes * each for each in weights.forward(numbers // length, length))
+        rows = numbers // length
+        work, moved = weights.forward(rows, length)
+        if update:
+            of_gradient = weights.gradient(planned.adapters, rows, length)
+            work = again * work + of_gradient[0]
+            moved = again * moved + of_gradient[1]
         moved += 2 * planned.stepped / planned.trip_count
         work += planned.optimizer_operations / mesh.size / planned.trip_count
         exchanged = (2 + (again > 0) if update else 1) * item * (weights.assembled - weights.local)
-        exchanged += planned.gradient / weights.local * (weights.assembled - weights.local)
+        learned = weights if planned.adapters is None else AdapterSizes(planned.adapters)
+        exchanged += planned.gradient / learned.local * (learned.assembled - learned.local)
         if planned.teacher is not None:
             teacher = self._teacher(planned.teacher)
-            further = teacher.forward(numbers // length, length)
+            further = teacher.forward(rows, length)
             work = work + further[0]
             moved = moved + further[1]
             exchanged += teacher.bytes * (teacher.assembled - teacher.local)

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 import rl.stages
+from policy.adapters.learning import Adapters
 from policy.attention import window_kernel
 from policy.attention.paged_attention import KERNELS
 from policy.cache import pages
@@ -54,7 +55,7 @@ class Planned:
     that hold tokens), each with `micro_rows` rows; None: all. dispatch: most steps of one run of a
     multi-step decode; `times` and counts are per step. kernels and occupancy: as in rl/plan/hlo.py.
     graph: the model that it computes. teacher: a further model, whose forward pass it contains.
-    gradient, stepped, optimizer_operations, notes: as in Program (rl/stages/stage.py).
+    adapters, gradient, stepped, optimizer_operations, notes: as in Program (rl/stages/stage.py).
     """
 
     stage: str
@@ -71,6 +72,7 @@ class Planned:
     occupancy: float = 1.0
     graph: Graph | None = None
     teacher: Graph | None = None
+    adapters: Adapters | None = None
     gradient: int = 0
     stepped: int = 0
     optimizer_operations: float = 0.0
@@ -148,6 +150,7 @@ def planned(own: PlannedStage, sampling: Sampling | None) -> Iterator[Planned]:
             each.times,
             **loop,
             **models,
+            adapters=each.adapters,
             gradient=each.gradient,
             stepped=each.stepped,
             optimizer_operations=each.optimizer_operations,

@@ -120,6 +120,7 @@ def update_programs(
             trip_count=rows.trip_count,
             micro_rows=rows.micro_rows,
             teacher=teacher and teacher.model,
+            adapters=trainer.adapters if call.name == ProgramName.UPDATE else None,
             gradient=_gradient_bytes(call),
             stepped=_stepped_bytes(call),
             optimizer_operations=sum(

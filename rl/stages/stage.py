@@ -40,6 +40,7 @@ from rl.training.packing.row_shapes import RowHistory
 from rollout.collect import Rollouts, Source, collect
 
 if TYPE_CHECKING:
+    from policy.adapters.learning import Adapters
     from policy.cache.media import MediaTable
     from policy.model import Graph
     from policy.programs.compiled_cache import CompiledCache
@@ -84,6 +85,7 @@ class Program:
     rollout_memory: whether the generator's resharded weights (`Context.resharded`) are on the
         devices while it runs
     teacher: the model whose forward pass it contains
+    adapters: what an update changes over weights that stay; None: no adapter
     gradient: bytes per device of an update's float32 gradient
     stepped: bytes per device of the weights and moments that the optimizers of an update change
     optimizer_operations: operations of these optimizers' matrix products, on all devices
@@ -100,6 +102,7 @@ class Program:
     micro_rows: int | None = None
     rollout_memory: bool = False
     teacher: Graph | None = None
+    adapters: Adapters | None = None
     gradient: int = 0
     stepped: int = 0
     optimizer_operations: float = 0.0

@@ -12,6 +12,8 @@ from policy.huggingface.peft.targets import resolved
 from policy.mesh.sharding import layout
 from policy.model import Graph
 from policy.ops.host_memory import on_a_device
+from rl.accounting.chips import Chip
+from rl.plan.estimate import Estimator
 from rl.plan.programs import programs, stages
 from rl.run import build
 from rl.run.load import load
@@ -62,7 +64,8 @@ def test_a_rank_of_an_adapter_has_the_numbers_of_its_factors(preset, experts):
 
 
 def planned_stage(tmp_path, rank, trains):
-    """A stage with a reference model over llama3.1-8b on one device, and its update."""
+    """A stage with a reference model over llama3.1-8b on one device, its update, its memory as
+    remat counts it, and the costs that an estimate gives."""
     file = tmp_path / "run.yml"
     file.write_text(f"run: {{dir: {tmp_path / 'run'}}}\n")
     more = f"prompts_per_step: 1, micro_batch: 1, sampling: {{max_new_tokens: 8}}, trains: {trains}"
@@ -76,14 +79,16 @@ def planned_stage(tmp_path, rank, trains):
     ((stage, _),) = stages(config, mesh, None)
     (update,) = (each for each in programs(config, mesh, None) if each.kind == "update")
     (memory,) = remat.updates(config, stage.graph, None)
-    return stage, update, memory
+    chip = Chip("busy", tflops=1e-3, memory=1.0, bandwidth=1e6, links=0.0)
+    cost = Estimator(jax.devices()[:1], chip, None)(config)["grpo: update"]
+    return stage, update, memory, cost
 
 
 @pytest.mark.parametrize(("rank", "gib"), [(8, 0.31), (32, 1.25)])
 def test_a_stage_keeps_its_base_once_and_moments_of_the_adapter_alone(tmp_path, rank, gib):
     """With a KL penalty also a reference, of adapter arrays. The gradient of an update is that of
     the adapter."""
-    stage, update, memory = planned_stage(tmp_path, rank, "adapter")
+    stage, update, memory, cost = planned_stage(tmp_path, rank, "adapter")
     numbers = rank * NUMBERS["llama3.1-8b", "each"]
     assert LEARNING * numbers / GIB == pytest.approx(gib, abs=0.005)
     assert on_a_device(stage.stage.trainer.base) / GIB == pytest.approx(15.0, rel=0.01)
@@ -91,10 +96,13 @@ def test_a_stage_keeps_its_base_once_and_moments_of_the_adapter_alone(tmp_path, 
     state = on_a_device((stage.state.policy, stage.state.reference))
     assert state + update.gradient == pytest.approx((LEARNING + REFERENCE) * numbers, abs=64)
     assert update.stepped == pytest.approx(12 * numbers, abs=64)
-    _, _, full = planned_stage(tmp_path, rank, "weights")
+    _, _, full, other = planned_stage(tmp_path, rank, "weights")
     weights = stage.graph.parameters
     # Weights that learn have a reference in their own type, a copy in float32, two moments and two
     # gradients.
     saved = (2 + 4 + 8 + 8) * weights
     of_adapter = (4 + 4 + 8 + 8) * numbers
     assert full.fixed - memory.fixed == pytest.approx(saved - of_adapter, rel=1e-6)
+    assert other.temporaries - cost.temporaries == 4 * (weights - numbers)
+    # With remat: full a further forward pass. Products take longest.
+    assert cost.seconds / other.seconds == pytest.approx(3 / 4, rel=0.03)
