@@ -63,3 +63,28 @@ def merged(model: Model) -> Model:
         new = new.reshape(sizes).transpose(np.argsort(order)).astype(np.float32)
         params[path] = jax.device_put(new, graph.sharding(path))
     return Model(graph.with_runtime(adapter=None), params)
+
+
+def factor_gradients(model: Model, gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Gradients of A and B from those of the merged weights, where these have some: s dW B^T and
+    s A^T dW in float64, with A [G..., E, r], B [G..., r, F] and W [G..., E, F]."""
+    spec = model.graph.runtime.adapter
+    result = {}
+    for target in spec.adapted:
+        path = target.path
+        if path not in gradients:
+            continue
+        rows, columns = model.graph.matrices[path]
+        changed = gradients[path]
+        front = tuple(dim for dim in range(changed.ndim) if dim not in rows + columns)
+        a, b = (np.asarray(model.params[f"{path}.lora_{x}"], np.float64) for x in "ab")
+        G = a.shape[: len(front)]
+        r = a.shape[-1]
+        flat_a = a.reshape(*G, -1, r)
+        flat_b = b.reshape(*G, r, -1)
+        flat = changed.transpose(front + rows + columns).reshape(*G, flat_a.shape[-2], -1)
+        of_a = spec.scale * flat @ flat_b.swapaxes(-1, -2)
+        of_b = spec.scale * flat_a.swapaxes(-1, -2) @ flat
+        result[f"{path}.lora_a"] = of_a.reshape(a.shape)
+        result[f"{path}.lora_b"] = of_b.reshape(b.shape)
+    return result

@@ -157,6 +157,11 @@ class BatchUpdates(ABC):
         self._base: dict[str, Any] = {}
 
     @property
+    def _graph_of_copies(self) -> Graph:
+        """Returns the graph of models that start as copies of what learns of the policy."""
+        return self._scoring_graph.with_runtime(adapter=self._update_graph.runtime.adapter)
+
+    @property
     def base(self) -> Mapping[str, Any]:
         """Returns the weights of the policy that are not in the state, since the stage trains an
         adapter over them: no update donates them. Their shapes and shardings before `set_base`;
@@ -176,6 +181,12 @@ class BatchUpdates(ABC):
         """Takes the weights that the adapter of the stage is over from those of the policy."""
         if self.adapters is not None:
             self._base = {path: params[path] for path in self.graph.paths}
+
+    def of_state(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns those of the weights of the policy that a state holds: its adapter, or all."""
+        if self.adapters is None:
+            return dict(params)
+        return {path: params[path] for path in self.adapters.sizes}
 
     def policy_params(self, state: Any) -> dict[str, Any]:
         """Returns the weights of the policy of a state, as `Model.params`."""

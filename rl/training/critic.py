@@ -11,6 +11,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from policy.adapter_spec import AdapterSpec
+from policy.adapters.learning import Adapters
 from policy.cache.paths import before, scored
 from policy.cache.step import Step
 from policy.intermediates import Aux
@@ -25,7 +27,8 @@ class Critic:
 
     The critic owns VALUE_HEAD float32[E] and, unless `shared`, the weights of the trunk: a decoder
     with the architecture of the policy, without an output projection. If `shared`, the trunk is the
-    policy, which the critic does not change.
+    policy, which the critic does not change. If the runtime of the policy has an adapter, the
+    critic owns an adapter of the trunk in the place of its weights, and reads those of the policy.
     """
 
     def __init__(self, policy: Graph, shared: bool = False):
@@ -39,34 +42,38 @@ class Critic:
         self.untrained = frozenset()
         self.hosted = frozenset()
         self.host_tables = frozenset()
+        self._reads_policy = shared or policy.runtime.adapter is not None
+        adapters = None
         if not shared:
-            alone = {
-                "tied_head": True,
-                "multi_token_prediction": None,
-                "image": None,
-                "audio": None,
-            }
-            trunk = dataclasses.replace(policy.config, **alone)  # it reads the table of the policy
-            self.trunk = Graph(trunk, policy.runtime, policy.layout)
-            self.untrained = self.trunk.untrained
-            self.hosted = self.trunk.hosted
-            self.host_tables = self.trunk.host_tables
-            self.axes = self.trunk.axes | self.axes
-            self.shardings = self.trunk.shardings | self.shardings
-            self.sizes = self.trunk.sizes | self.sizes
-            self.matrices = self.trunk.matrices
-        self.flops = Operations(self.trunk, head=False)
+            self.trunk = _without_head(policy)
+            if self.trunk.runtime.adapter is not None:
+                adapters = Adapters(self.trunk)
+                self._own(adapters)
+            elif not self._reads_policy:
+                self._own(self.trunk)
+        self.flops = Operations(self.trunk, head=False, adapters=adapters)
+
+    def _own(self, model: Graph | Adapters) -> None:
+        """Takes the weights of a model besides the value head."""
+        self.runtime = model.runtime
+        self.untrained = model.untrained
+        self.hosted = model.hosted
+        self.host_tables = model.host_tables
+        self.axes = model.axes | self.axes
+        self.shardings = model.shardings | self.shardings
+        self.sizes = model.sizes | self.sizes
+        self.matrices = model.matrices
 
     def init(self, params: dict[str, jax.Array], std: float, seed: int) -> dict[str, jax.Array]:
         """Returns the weights of the critic: a new value head and, unless shared, a copy of the
-        trunk of the policy.
+        trunk of the policy, or of its adapter.
 
         std: standard deviation of the head, normally distributed; 0: every value starts at 0.
         """
 
         def create(params, key):
             head = std * jax.random.normal(key, (self.trunk.config.hidden_size,), jnp.float32)
-            paths = () if self.shared else self.trunk.paths
+            paths = [path for path in self.sizes if path != VALUE_HEAD]
             trunk = copied({path: params[path] for path in paths}, self.host_tables)
             return trunk | {VALUE_HEAD: head}
 
@@ -74,8 +81,12 @@ class Critic:
 
     def extra_params(self, policy: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns the weights of the policy that `values` takes in addition to the weights of the
-        critic."""
-        return policy if self.shared else {}
+        critic: those under an adapter of its own, or all if shared."""
+        if not self._reads_policy:
+            return {}
+        if self.shared:
+            return policy
+        return {path: policy[path] for path in self.trunk.paths if path not in self.sizes}
 
     def scores(
         self, params: dict[str, jax.Array], tokens_BT: jax.Array, step: Step
@@ -103,6 +114,27 @@ class Critic:
         another pass."""
         with self.trunk.precision():
             return _values_before(_head_values(jax.lax.stop_gradient(states_BTE), head_E), step)
+
+
+def _without_head(policy: Graph) -> Graph:
+    """Returns the graph of the decoder of a policy without an output projection, prediction modules
+    and towers."""
+    alone = {"tied_head": True, "multi_token_prediction": None, "image": None, "audio": None}
+    trunk = dataclasses.replace(policy.config, **alone)  # it reads the table of the policy
+    graph = Graph(trunk, policy.runtime, policy.layout)
+    if (adapter := policy.runtime.adapter) is None:
+        return graph
+    return graph.with_runtime(adapter=_part_of(adapter, graph))
+
+
+def _part_of(adapter: AdapterSpec, graph: Graph) -> AdapterSpec | None:
+    """Returns what an adapter adapts of the weights of a graph; None: nothing."""
+    paths = set(graph.paths)
+    adapted = tuple(target for target in adapter.adapted if target.path in paths)
+    train = tuple(path for path in adapter.train if path in paths)
+    if not adapted and not train:
+        return None
+    return dataclasses.replace(adapter, adapted=adapted, train=train)
 
 
 def _head_values(states_BTE: jax.Array, head_E: jax.Array) -> jax.Array:

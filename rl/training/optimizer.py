@@ -104,9 +104,9 @@ class WeightAxes:
         return len(axes) > 1 and not _VECTOR.fullmatch(path.rpartition(".")[2])
 
 
-_VECTOR = re.compile(r".*(bias|norm)|A_log|D")
+_VECTOR = re.compile(r".*(bias|norm)|A_log|D|magnitude")
 """Last word of the path of a vector that may have two axes. A_log, dt_bias and D are those of the
-state of Mamba 2 and of delta nets, which their papers do not decay."""
+state of Mamba 2 and of delta nets, which their papers do not decay, magnitude that of DoRA."""
 _STACKS = ("layers", "exp")
 """Axes that count vectors."""
 _TABLE_WIDTHS = ("embed_vocab", "engram_row")

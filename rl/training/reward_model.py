@@ -19,6 +19,7 @@ from policy.cache.media import MediaTable
 from policy.cache.paths import Tree
 from policy.config import Runtime
 from policy.huggingface import classification, sources
+from policy.huggingface.peft.merge import merged_trunk
 from policy.mesh import processes
 from policy.mesh.sharding import Layout, block_on_cpu_mesh, constrain
 from policy.model import Graph
@@ -51,7 +52,7 @@ SCORED_TOKENS = 16384
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RewardModelState:
-    """Every array of a stage that trains a reward model. `policy` has no optimizer and stays as it
+    """The arrays of a stage that trains a reward model. `policy` has no optimizer and stays as it
     is."""
 
     policy: ParamState
@@ -59,14 +60,15 @@ class RewardModelState:
 
 
 class RewardModelTrainer(BatchUpdates):
-    """Updates of a reward model: a copy of the policy's trunk with a score head."""
+    """Updates of a reward model: a copy of the policy's trunk with a score head, or of its adapter
+    over the weights of the policy."""
 
     algorithm: ScoreLoss
 
     def __init__(self, graph: Graph, stage: StageOptions, algorithm: ScoreLoss, seed: int = 0):
         """Defines the program of the update. `seed`: the seed of the run, for dropout."""
         super().__init__(graph, stage, algorithm)
-        self.model = Critic(self._scoring_graph)
+        self.model = Critic(self._graph_of_copies)
         self._step = OptimizerStep(WeightGroup.REWARD_MODEL, self.model, stage.optimizer, stage)
         main = WeightGroup.REWARD_MODEL
         self.reward_model_update = Update(self._score_loss, main, {main: self._step}, stage, seed)
@@ -89,18 +91,23 @@ class RewardModelTrainer(BatchUpdates):
         return executables
 
     def start(self, params: dict[str, jax.Array], seed: int) -> RewardModelState:
-        """Returns the state at the beginning of the stage: `params`, and a copy of them with a new
-        score head."""
+        """Returns the state at the beginning of the stage: `params`, or the adapter among them, and
+        a copy of either with a new score head."""
+        self.set_base(params)
+        return self._started(params, seed)
+
+    def _started(self, params: dict[str, jax.Array], seed: int) -> RewardModelState:
+        """Returns the state that `start` does, of arrays or their shapes."""
         learner = self._step.start(self.model.init(params, self.algorithm.score_init_std, seed))
-        return block_on_cpu_mesh(
-            RewardModelState(ParamState(params, None), learner), self.graph.layout
-        )
+        policy = ParamState(self.of_state(params), None)
+        return block_on_cpu_mesh(RewardModelState(policy, learner), self.graph.layout)
 
     def abstract(self) -> RewardModelState:
         """Returns the shapes and shardings of the state, for a checkpoint to be read into."""
-        shapes = jax.eval_shape(partial(self.start, seed=0), self.graph.shapes)
+        shapes = jax.eval_shape(partial(self._started, seed=0), self.policy_shapes)
+        policy = self.graph if self.adapters is None else self.adapters
         shardings = RewardModelState(
-            ParamState(cast(Any, self.graph.shardings), None), self._step.shardings
+            ParamState(cast(Any, policy.shardings), None), self._step.shardings
         )
         return jax.tree.map(
             lambda s, p: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=p), shapes, shardings
@@ -139,6 +146,8 @@ class RewardModelTrainer(BatchUpdates):
         """Returns the call of the program of an update, of arrays or their shapes."""
         learners = {WeightGroup.REWARD_MODEL: state.reward_model}
         name = ProgramName.REWARD_MODEL_UPDATE
+        frozen = replace(arguments.frozen, policy=self._base_of_model(state))
+        arguments = replace(arguments, frozen=frozen)
         return [UpdateCall(name, self.reward_model_update, learners, arguments, micro_rows)]
 
     def held_out_call(
@@ -149,22 +158,34 @@ class RewardModelTrainer(BatchUpdates):
         table: MediaTable | None,
         micro_rows: int,
     ) -> LossCall:
-        weights = Weights(reward_model=state.reward_model.params, media_table=table)
+        weights = Weights(
+            policy=self._base_of_model(state),
+            reward_model=state.reward_model.params,
+            media_table=table,
+        )
         return LossCall(self.reward_model_update, weights, batch, inputs, micro_rows)
+
+    def _base_of_model(self, state: RewardModelState) -> dict[str, jax.Array]:
+        """Returns the weights of the policy that the adapter of the reward model is over."""
+        return self.model.extra_params(self.policy_params(state))
 
     def _score_loss(self, weights: Weights, micro: Batch, inputs: PolicyInputs) -> LossOutput:
         step = step_of(weights.media_table, micro, self.stage.dropout)
-        scores, aux = self.model.scores(weights.reward_model, micro.tokens, step)
+        params = weights.policy | weights.reward_model
+        scores, aux = self.model.scores(params, micro.tokens, step)
         loss, metrics = self.algorithm.loss(replace(inputs, scores=scores))
         return LossOutput(loss=loss, metrics=metrics, aux=aux)
 
     def export(self, state: RewardModelState, pad_id: int | None, directory: Path) -> None:
         """Writes the reward model as transformers stores a sequence classification model, without a
-        tokenizer."""
-        params = dict(state.reward_model.params)
+        tokenizer. An adapter is merged into its weights."""
+        params = self._base_of_model(state) | state.reward_model.params
         score = params.pop(VALUE_HEAD)
         trunk = self.model.trunk
-        graph = Graph(sources.trunk(self.graph.config), trunk.runtime, trunk.layout)
+        if (adapter := trunk.runtime.adapter) is not None:
+            params = merged_trunk(trunk, adapter, params).params
+        runtime = replace(trunk.runtime, adapter=None)
+        graph = Graph(sources.trunk(self.graph.config), runtime, trunk.layout)
         classification.write(directory, graph, params, score, pad_id)
 
 

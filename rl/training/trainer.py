@@ -131,7 +131,7 @@ class Trainer(BatchUpdates):
         self._value_model = None
         if "critic" in state:
             shared = self._critic_algorithm.critic_trunk == "policy"
-            self._value_model = Critic(self._scoring_graph, shared=shared)
+            self._value_model = Critic(self._graph_of_copies, shared=shared)
         self.teacher = teacher
         self._projections = None
         if teacher is not None:
@@ -244,9 +244,7 @@ class Trainer(BatchUpdates):
 
     def _learning(self, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns the arrays of `params` that learn."""
-        if self.adapters is not None:
-            params = {path: params[path] for path in self.adapters.sizes}
-        return reusable(params, self.graph.layout)
+        return reusable(self.of_state(params), self.graph.layout)
 
     def reference_params(self, state: RunState) -> dict[str, jax.Array]:
         """Returns the weights of the reference model."""

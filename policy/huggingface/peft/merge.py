@@ -52,12 +52,19 @@ def merged(graph: Graph, spec: AdapterSpec, params: Mapping[str, Any]) -> Merged
     """Merges the adapter in `params`, which has the weights of `graph` and the arrays of the
     adapter by path. Quantised weights are dequantised first. Raises MergeError for an adapter of
     the embedding of a tied head."""
-    adapted = [path for path in graph.paths if f"{path}{LORA_A}" in params]
-    if graph.config.tied_head and {EMBEDDING, HEAD} & set(adapted):
+    adapted = {path for path in graph.paths if f"{path}{LORA_A}" in params}
+    if graph.config.tied_head and {EMBEDDING, HEAD} & adapted:
         raise MergeError(
             "embedding and head of this model are one table: an adapter of one of its uses cannot "
             "be merged into it"
         )
+    return merged_trunk(graph, spec, params)
+
+
+def merged_trunk(graph: Graph, spec: AdapterSpec, params: Mapping[str, Any]) -> Merged:
+    """Merges as `merged` does the adapter of a decoder whose head nothing reads, as of a reward
+    model."""
+    adapted = [path for path in graph.paths if f"{path}{LORA_A}" in params]
     result = {path: params[path] for path in graph.paths}
     changes = {}
     for path in adapted:
