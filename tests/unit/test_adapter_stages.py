@@ -100,16 +100,16 @@ def test_an_update_has_the_gradient_that_follows_from_the_merged_weights(name):
     ours, theirs = (begin(name, model, options) for model in (policy(), without()))
     ours, theirs = (trainer.update(state, data)[0] for trainer, state in (ours, theirs))
     for group in GROUPS.get(options.algorithm.name, ("policy",)):
-        found = gradient(getattr(ours, group))
+        result = gradient(getattr(ours, group))
         expected = gradient(getattr(theirs, group))
         if name == "value head" and group == "critic":
-            close(found, expected)
+            close(result, expected)
             continue
         of_factors = factor_gradients(policy(), expected)
         kept = {VALUE_HEAD: expected[VALUE_HEAD]} if VALUE_HEAD in expected else {}
-        close(found, of_factors | kept)
-        assert found.keys() == of_factors.keys() | kept.keys()
-        assert set(getattr(ours, group).params) == found.keys()
+        close(result, of_factors | kept)
+        assert result.keys() == of_factors.keys() | kept.keys()
+        assert set(getattr(ours, group).params) == result.keys()
         assert of_factors.keys() <= Adapters(graph).sizes.keys() and len(of_factors) >= 14
 
 
@@ -140,14 +140,14 @@ def test_the_reference_is_the_policy_as_the_stage_began_and_not_the_base():
     base = dict(sft.base)
     for _ in range(3):
         state, _ = sft.update(state, data)
-    learnt = sft.policy_params(state)
+    after_sft = sft.policy_params(state)
     trainer, _ = learners.begin(new(), learners.stage(STAGES["grpo"], **UNCLIPPED))
-    state = trainer.start(learnt, seed=4)
+    state = trainer.start(after_sft, seed=4)
     assert all(map(is_adapter, state.reference))
     reference = trainer.reference_params(state)
     assert all(reference[path] is array for path, array in base.items())
     first = trainer.logprobs(reference, data)[0]
-    np.testing.assert_array_equal(first, trainer.logprobs(learnt, data)[0])
+    np.testing.assert_array_equal(first, trainer.logprobs(after_sft, data)[0])
     of_base = learners.dense().logprobs(data.tokens, segments=data.segments)[0]
     assert np.abs(first - np.asarray(of_base)).max() > 0.01
     state, _ = trainer.update(state, data)
