@@ -254,6 +254,18 @@ def _is_expert(variable: nnx.Variable) -> bool:
     )
 
 
+def _embedded(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
+    """Returns table[tokens] in the dtype of the activations, with what an adapter adds to it."""
+    if not isinstance(table_VE, Adapted):
+        return _look_up(table_VE, tokens_BT, runtime)
+    rows_BTE = _look_up(table_VE.base, tokens_BT, runtime)
+    low_BTr = table_VE.a[tokens_BT].astype(rows_BTE.dtype) * table_VE.scale
+    rows_BTE = rows_BTE + low_BTr @ table_VE.b.astype(rows_BTE.dtype)
+    if table_VE.factor is None:
+        return rows_BTE
+    return rows_BTE * table_VE.factor.astype(rows_BTE.dtype)
+
+
 def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
     """Returns table[tokens] in the dtype of the activations. If the table is sharded along E, the
     devices that share it read their parts of the rows of all their tokens and exchange them: 16 MiB
@@ -487,7 +499,7 @@ class Decoder(nnx.Module):
         in their places, plus the embedding of positions if the configuration has one."""
         config = self.config
         assert step.tokens is not None
-        x = _look_up(self.embed_tokens[...], step.tokens, runtime)
+        x = _embedded(self.embed_tokens[...], step.tokens, runtime)
         if config.embedding_scale != 1.0:
             x = x * jnp.asarray(config.embedding_scale, x.dtype)
         x = x if step.media is None else media_rows.place(x, step.media, runtime.layout)
@@ -511,7 +523,7 @@ class Decoder(nnx.Module):
         return total
 
     @property
-    def head_weight(self) -> jax.Array:
+    def head_weight(self) -> jax.Array | Adapted:
         """Returns the output projection [V, E], which is the embedding table if the head is
         tied."""
         return (self.embed_tokens if self.config.tied_head else self.lm_head)[...]

@@ -52,6 +52,10 @@ from policy.programs.quantized_weights import QuantizedWeight
 from policy.programs.scoring import Scorer, documents, media_of
 from policy.remat import saved
 
+EMBEDDING = "embed_tokens"
+HEAD = "lm_head"
+"""Paths of weights [V, E] that no layer has. A tied head has the path of the embedding."""
+
 
 class Graph:
     """The static half of a model: the arrays that it needs and the functions on them. It holds no
@@ -223,9 +227,16 @@ class Graph:
         compute = dora_factors if stacked else dora_factor
         return compute(parts, adapter.scale, self.layer_dims(path))
 
+    def product_dims(self, path: str) -> MatrixDims:
+        """Returns the dimensions of a weight that an adapter takes for inputs (rows) and outputs
+        (columns). An embedding [V, E] reads V numbers, a head [V, E] reads E."""
+        if path == EMBEDDING:
+            return MatrixDims((0,), (1,))
+        return MatrixDims((1,), (0,)) if path == HEAD else self.matrices[path]
+
     def layer_dims(self, path: str) -> MatrixDims:
         """Returns the dimensions that products read of the weight of one layer."""
-        rows, columns = self.matrices[path]
+        rows, columns = self.product_dims(path)
         if self.axes[path][:1] != ("layers",):
             return MatrixDims(rows, columns)
         return MatrixDims(tuple(dim - 1 for dim in rows), tuple(dim - 1 for dim in columns))

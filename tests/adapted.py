@@ -39,7 +39,7 @@ def merged(model: Model) -> Model:
     spec = graph.runtime.adapter
     params = {path: model.params[path] for path in graph.paths}
     for path in (target.path for target in spec.adapted):
-        rows, columns = graph.matrices[path]
+        rows, columns = graph.product_dims(path)
         weight = np.asarray(params[path], np.float64)
         front = tuple(dim for dim in range(weight.ndim) if dim not in rows + columns)
         order = front + rows + columns

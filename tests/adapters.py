@@ -97,7 +97,7 @@ def logits(model) -> np.ndarray:
 
 def random_params(base: Base, spec, seed: int = 3) -> dict[str, np.ndarray]:
     """Random arrays of an adapter, and of the weights that it trains in full."""
-    from policy.huggingface.peft.factors import factor_shapes, matrix_dims
+    from policy.huggingface.peft.factors import factor_shapes
     from policy.huggingface.peft.targets import targets
 
     rng = np.random.default_rng(seed)
@@ -111,7 +111,7 @@ def random_params(base: Base, spec, seed: int = 3) -> dict[str, np.ndarray]:
             a, b = (a, b[:, 0]) if "down" in path else (a[:, 0], b)
         params |= {f"{path}.lora_a": a, f"{path}.lora_b": b}
         if spec.dora:
-            norms = np.sqrt(np.square(base.weights[path]).sum(matrix_dims(graph, path).rows))
+            norms = np.sqrt(np.square(base.weights[path]).sum(graph.product_dims(path).rows))
             lengths = norms * rng.uniform(0.7, 1.4, norms.shape)
             params[f"{path}.magnitude"] = lengths.astype(np.float32)
     for path in spec.train:

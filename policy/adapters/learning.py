@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from policy.adapter_spec import AdapterSpec, Target
 from policy.config import Runtime
-from policy.model import Graph
+from policy.model import EMBEDDING, Graph
 from policy.ops.adapted import LORA_A, LORA_B, MAGNITUDE
 from policy.ops.host_memory import fetch
 from policy.ops.parameter import MatrixDims
@@ -74,7 +74,7 @@ class Adapters:
         rank = target.rank
         axes = self.trunk.axes[path]
         size = self.trunk.sizes[path]
-        rows, columns = self.trunk.matrices[path]
+        rows, columns = self.trunk.product_dims(path)
         front = tuple(dim for dim in range(len(size)) if dim not in rows + columns)
         of_a = front
         of_b = front
@@ -120,7 +120,8 @@ class Adapters:
     def init(self, base: Mapping[str, jax.Array], seed: int) -> dict[str, jax.Array]:
         """Returns the arrays at the start, with which the decoder computes what it computes without
         them: A uniform in +-1/sqrt(inputs of a product), as PEFT draws it, B = 0, m the norms of
-        the weights, and copies of the weights that learn in full.
+        the weights, and copies of the weights that learn in full. Of an embedding A is 0, and B is
+        normally distributed, as in PEFT.
 
         base: the weights of the decoder. seed: of the run. The numbers do not depend on the mesh.
         """
@@ -136,17 +137,20 @@ class Adapters:
 
     def _initial(self, path: str, key: jax.Array, base: Mapping[str, jax.Array]) -> jax.Array:
         shape = self.shapes[path]
-        if path.endswith(LORA_B):
+        of_embedding = weight_of(path) == EMBEDDING
+        if path.endswith(LORA_A if of_embedding else LORA_B):
             return jnp.zeros(shape.shape, shape.dtype)
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        if path.endswith(LORA_B):
+            return jax.random.normal(own, shape.shape, shape.dtype)
         if path.endswith(LORA_A):
             inputs = math.prod(shape.shape[dim] for dim in self.matrices[path].rows)
-            own = jax.random.fold_in(key, zlib.crc32(path.encode()))
             bound = 1.0 / math.sqrt(inputs)
             drawn = jax.random.uniform(own, shape.shape, shape.dtype, -bound, bound)
             return self._where_adapted(path, drawn)
         weight = fetch(base[weight_of(path)])
         if path.endswith(MAGNITUDE):
-            rows = self.trunk.matrices[weight_of(path)].rows
+            rows = self.trunk.product_dims(weight_of(path)).rows
             return jnp.linalg.norm(weight.astype(jnp.float32), axis=rows).astype(shape.dtype)
         return weight.astype(shape.dtype)
 

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from policy.config import LogitScaling
 from policy.heads import divergence_tiles, head
+from policy.heads.adapted_head import Head, joined
 from policy.heads.divergence_kinds import Divergence, DivergenceOutputs
 from policy.heads.divergence_tiles import JointTiles, Scalings
 from policy.heads.head import Tiling
@@ -32,9 +33,9 @@ _LEAST_REST = 2.0**-23
 
 def divergence(
     student_ME: jax.Array,
-    student_head_VE: jax.Array,
+    student_head_VE: Head,
     teacher_MD: jax.Array,
-    teacher_head_UD: jax.Array,
+    teacher_head_UD: Head,
     spec: Divergence,
     temperature: ArrayLike,
     scalings: Scalings = (LogitScaling(), LogitScaling()),
@@ -52,7 +53,9 @@ def divergence(
     """
     # Here and not only in the backward pass: devices would sum a zero gradient of the teacher's
     # head.
-    teacher_MD, teacher_head_UD = jax.lax.stop_gradient((teacher_MD, teacher_head_UD))
+    student_ME, student_head_VE = joined(student_ME, student_head_VE)
+    teacher = joined(teacher_MD, teacher_head_UD)
+    teacher_MD, teacher_head_UD = jax.lax.stop_gradient((teacher.hidden, teacher.weight))
     temperature = jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
     arrays = student_ME, student_head_VE, teacher_MD, teacher_head_UD, temperature
     if spec.top_k is not None:

@@ -16,13 +16,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from policy.config import LogitScaling
-from policy.heads import tiled, vocab_tiles
+from policy.heads import adapted_head, tiled, vocab_tiles
+from policy.heads.adapted_head import Head, joined
 from policy.heads.logit_scaling import scaled
 from policy.heads.tiled import LocalTiles
 from policy.heads.vocab_tiles import Tiles, TopTokens
 from policy.mesh.device_memory import GIB, MIB, total_memory
 from policy.mesh.explicit import in_explicit_mode, over_devices, with_explicit_axes
 from policy.mesh.sharding import Layout, axes_of
+from policy.ops.adapted import Adapted
 from policy.ops.projection import Projection
 
 _Pair = tuple[jax.Array, jax.Array]
@@ -46,20 +48,29 @@ def kept_logits_mib(memory: float | None) -> int:
 
 
 def logits(
-    hidden_ME: jax.Array, weight_VE: jax.Array | Projection, scaling: LogitScaling = LogitScaling()
+    hidden_ME: jax.Array,
+    weight_VE: Head | Projection,
+    scaling: LogitScaling = LogitScaling(),
 ) -> jax.Array:
     """Computes the logits hidden @ weight^T in float32, scaled, for any leading dimensions."""
+    return scaled(_products(hidden_ME, weight_VE), scaling)
+
+
+def _products(hidden_ME: jax.Array, weight_VE: Head | Projection) -> jax.Array:
+    """Computes hidden @ weight^T in float32, for any leading dimensions."""
+    if isinstance(weight_VE, Adapted):
+        z = _products(hidden_ME, weight_VE.base)
+        z = z + _products(adapted_head.low(hidden_ME, weight_VE), weight_VE.b.T)
+        return z if weight_VE.factor is None else z * weight_VE.factor
     if isinstance(weight_VE, Projection):
         E = hidden_ME.shape[-1]
-        z = weight_VE.product(hidden_ME.reshape(-1, E)).reshape(*hidden_ME.shape[:-1], -1)
-    else:
-        z = jnp.einsum(
-            "...e,ve->...v",
-            hidden_ME,
-            weight_VE.astype(hidden_ME.dtype),
-            preferred_element_type=jnp.float32,
-        )
-    return scaled(z, scaling)
+        return weight_VE.product(hidden_ME.reshape(-1, E)).reshape(*hidden_ME.shape[:-1], -1)
+    return jnp.einsum(
+        "...e,ve->...v",
+        hidden_ME,
+        weight_VE.astype(hidden_ME.dtype),
+        preferred_element_type=jnp.float32,
+    )
 
 
 @dataclass(frozen=True)
@@ -150,7 +161,7 @@ class Tiling:
 
 def logprobs(
     hidden_ME: jax.Array,
-    weight_VE: jax.Array,
+    weight_VE: Head,
     targets: jax.Array,
     temperature: jax.typing.ArrayLike,
     scaling: LogitScaling = LogitScaling(),
@@ -174,6 +185,7 @@ def logprobs(
         return tiled.logprobs(hidden, weight, targets, temperature, left_out, tiles)
 
     M = hidden_ME.shape[0]
+    hidden_ME, weight_VE = joined(hidden_ME, weight_VE)
     temperature = jnp.asarray(temperature, jnp.float32)
     left_out = () if left_out_MI is None else (left_out_MI,)
     if tiling.layout is not None and tiling.layout.explicit and not in_explicit_mode():
@@ -198,7 +210,7 @@ def logprobs(
 
 def top_logprobs(
     hidden_ME: jax.Array,
-    weight_VE: jax.Array,
+    weight_VE: Head,
     k: int,
     temperature: jax.typing.ArrayLike,
     scaling: LogitScaling = LogitScaling(),
@@ -216,7 +228,7 @@ def top_logprobs(
 
 def top_and_rest(
     hidden_ME: jax.Array,
-    weight_VE: jax.Array,
+    weight_VE: Head,
     k: int,
     temperature: jax.typing.ArrayLike,
     scaling: LogitScaling = LogitScaling(),
@@ -242,6 +254,7 @@ def top_and_rest(
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:M], top)
 
     M = hidden_ME.shape[0]
+    hidden_ME, weight_VE = joined(hidden_ME, weight_VE)
     given = jax.lax.stop_gradient((hidden_ME, weight_VE, jnp.asarray(temperature, jnp.float32)))
     if (tiles := tiling.of_vocabulary(M, weight_VE, scaling, any_cut=True)) is not None:
         return vocab_tiles.top_and_rest(
@@ -259,7 +272,7 @@ def in_chunks(rows: int, *arrays: jax.Array) -> list[jax.Array]:
 
 def likeliest(
     hidden_ME: jax.Array,
-    weight_VE: jax.Array,
+    weight_VE: Head,
     scaling: LogitScaling = LogitScaling(),
     tiling: Tiling = Tiling(),
 ) -> jax.Array:
@@ -274,6 +287,7 @@ def likeliest(
         )
         return best.reshape(-1)[:M].astype(jnp.int32)
 
+    hidden_ME, weight_VE = joined(hidden_ME, weight_VE)
     run = tiling.spread(local, hidden_ME.shape[0], True, False)
     return run(*jax.lax.stop_gradient((hidden_ME, weight_VE)))
 

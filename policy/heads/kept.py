@@ -21,11 +21,12 @@ import jax.numpy as jnp
 
 from policy.config import LogitScaling
 from policy.heads import head
+from policy.heads.adapted_head import Head
 
 
 def logprobs(
     hidden_ME: jax.Array,
-    weight_VE: jax.Array,
+    weight_VE: Head,
     targets_M: jax.Array,
     kept_MI: jax.Array,
     temperature: jax.typing.ArrayLike,

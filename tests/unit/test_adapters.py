@@ -156,6 +156,22 @@ SPECS = {
     "shared": AdapterSpec(rank=4, alpha=6.0, experts="shared"),
     "dora": AdapterSpec(rank=4, alpha=6.0, dora=True, rank_stabilised=True),
 }
+TABLES = AdapterSpec(rank=4, alpha=6.0, dora=True, targets=("embed_tokens", "lm_head", "q_proj"))
+
+
+def test_adapters_of_embedding_and_head():
+    model = random_model(families.read(short("Llama", tie_word_embeddings=False)))
+    policy = with_adapter(model, TABLES, size=0.05)
+    same = merged(policy)
+    tokens = np.random.default_rng(0).integers(1, 40, (2, 9))
+    ours = np.asarray(policy.logits(tokens))
+    assert np.abs(ours - np.asarray(model.logits(tokens))).max() > 0.01
+    np.testing.assert_allclose(ours, same.logits(tokens), rtol=1e-4, atol=1e-5)
+    for one, other in zip(policy.logprobs(tokens), same.logprobs(tokens), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    sampled_tokens, difference = sampled(policy)
+    assert difference < 1e-5
+    assert sampled_tokens == sampled(same)[0]
 
 
 @pytest.mark.parametrize("kind", by_kind())

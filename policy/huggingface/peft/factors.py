@@ -25,17 +25,6 @@ from policy.fields import names
 from policy.huggingface.model_directory import StoredWeight
 from policy.huggingface.peft.targets import EMBEDDING, HEAD
 from policy.model import Graph
-from policy.ops.parameter import MatrixDims
-
-
-def matrix_dims(graph: Graph, path: str) -> MatrixDims:
-    """Returns the dimensions of a weight that an adapter takes for inputs (rows) and outputs
-    (columns). An embedding [V, E] reads V numbers, a head [V, E] reads E."""
-    if path == EMBEDDING:
-        return MatrixDims((0,), (1,))
-    if path == HEAD:
-        return MatrixDims((1,), (0,))
-    return graph.matrices[path]
 
 
 class FactorShapes(NamedTuple):
@@ -50,7 +39,7 @@ def factor_shapes(graph: Graph, path: str, rank: int) -> FactorShapes:
     """Returns the shapes of a, b and of DoRA's lengths of a weight, with factors for each
     expert."""
     shape = graph.shapes[path].shape
-    rows, columns = matrix_dims(graph, path)
+    rows, columns = graph.product_dims(path)
     lead = tuple(size for dim, size in enumerate(shape) if dim not in rows + columns)
     inputs = tuple(shape[dim] for dim in rows)
     outputs = tuple(shape[dim] for dim in columns)
@@ -197,7 +186,7 @@ def factors(place: StoredWeight, stored: names.Stored, swapped: bool = False) ->
     skipped = (place.layers is not None) + stored.numbered
     shapes = tuple(graph.shapes[path].shape[skipped:] for path in paths)
     axes, ours = names.stored_axes(stored.layout or " ".join(ascii_lowercase[: len(shapes[0])]))
-    dims = matrix_dims(graph, place.path)
+    dims = graph.product_dims(place.path)
     rows = {ours[dim - skipped] for dim in dims.rows}
     columns = {ours[dim - skipped] for dim in dims.columns}
     fused = len(axes) == 3 and len(axes[0][1]) == 1 and axes[0][1] not in rows | columns

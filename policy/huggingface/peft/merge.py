@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import qwix
 
 from policy.adapter_spec import AdapterSpec
-from policy.huggingface.peft.factors import matrix_dims
 from policy.huggingface.peft.targets import EMBEDDING, HEAD
 from policy.model import Graph
 from policy.ops.adapted import LORA_A, LORA_B, MAGNITUDE
@@ -76,7 +75,7 @@ def merged_trunk(graph: Graph, spec: AdapterSpec, params: Mapping[str, Any]) -> 
             params[f"{path}{LORA_A}"],
             params[f"{path}{LORA_B}"],
             params.get(f"{path}{MAGNITUDE}") if spec.dora else None,
-            matrix_dims(graph, path),
+            graph.product_dims(path),
             spec.scale,
         )
         result[path] = sum_.astype(graph.shapes[path].dtype)

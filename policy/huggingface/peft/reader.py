@@ -24,7 +24,7 @@ from policy.huggingface.peft.adapter_config import (
     AdapterConfig,
     read_adapter_config,
 )
-from policy.huggingface.peft.factors import Pair, factor_shapes, matrix_dims
+from policy.huggingface.peft.factors import Pair, factor_shapes
 from policy.huggingface.peft.merge import product
 from policy.huggingface.peft.targets import (
     EMBEDDING,
@@ -127,7 +127,7 @@ class _Assembly:
         those of a part whose rows of B are all 0 next to others that are not."""
         pairs = tensor.form.split(tensor.stored)
         if len(pairs) > 1:
-            outputs = len(matrix_dims(self._graph, tensor.place.weight.path).columns)
+            outputs = len(self._graph.product_dims(tensor.place.weight.path).columns)
             pairs = _without_zero_blocks(pairs, outputs, tensor.rank, self._config.rank)
         weight = tensor.place.weight
         learns = [bool(pair.b.any()) for pair in pairs]
@@ -176,7 +176,7 @@ class _Assembly:
             shapes = factor_shapes(self._graph, path, rank)
             a = np.zeros(shapes.a, np.float32)
             b = np.zeros(shapes.b, np.float32)
-            outputs = (slice(None),) * len(matrix_dims(self._graph, path).columns)
+            outputs = (slice(None),) * len(self._graph.product_dims(path).columns)
             for piece in by_path[path]:
                 own = slice(0, piece.pair.a.shape[-1])
                 a[piece.index][..., own] = piece.pair.a
@@ -195,7 +195,7 @@ class _Assembly:
             lengths[piece.index] = piece.pair.lengths
         if np.isnan(lengths).any():
             base = np.asarray(self._base_weight(path, "lengths (DoRA)"), np.float32)
-            norms = np.sqrt(np.square(base).sum(matrix_dims(self._graph, path).rows))
+            norms = np.sqrt(np.square(base).sum(self._graph.product_dims(path).rows))
             lengths = np.where(np.isnan(lengths), norms, lengths)
         return lengths
 
@@ -231,7 +231,7 @@ class _Assembly:
                 start = full[path] if path in full else self._base_weight(path, "an adapter")
                 result[path] = np.array(start, np.float32)
             skipped = len(piece.index)
-            rows, columns = matrix_dims(self._graph, path)
+            rows, columns = self._graph.product_dims(path)
             dims = MatrixDims(
                 tuple(dim - skipped for dim in rows), tuple(dim - skipped for dim in columns)
             )

@@ -11,10 +11,8 @@ from dataclasses import replace
 from policy.adapter_spec import AdapterSpec, Target
 from policy.fields import names
 from policy.huggingface.model_directory import MTP, StoredWeight, places
-from policy.model import Graph
+from policy.model import EMBEDDING, HEAD, Graph
 
-EMBEDDING = "embed_tokens"
-HEAD = "lm_head"
 # The axis of our weights that counts routed experts.
 EXPERTS = "exp"
 _NEAREST = 3

@@ -32,7 +32,6 @@ from policy.huggingface.peft.factors import (
     factor_shapes,
     factors,
     is_swapped,
-    matrix_dims,
 )
 from policy.huggingface.peft.targets import EMBEDDING, HEAD, module_name, routed
 from policy.huggingface.peft.tensors import INNER, PREFIX, Index
@@ -159,7 +158,7 @@ def _modules(graph: Graph, params: Mapping[str, np.ndarray]) -> Iterator[_Module
                 layer_index = () if layer is None else (row,)
                 index = layer_index if number is None else (*layer_index, number)
                 parts[layer, number or 0] = [_at(form, pair, index) for pair in factors_of]
-        pairs = _joined(form, parts, len(matrix_dims(graph, place.path).columns))
+        pairs = _joined(form, parts, len(graph.product_dims(place.path).columns))
         if not routed(graph, place.path):
             pairs = {key: pair for key, pair in pairs.items() if pair.a.any() or pair.b.any()}
         if pairs:
@@ -183,7 +182,7 @@ def _arrays(graph: Graph, params: Mapping[str, np.ndarray], path: str) -> Pair |
     none."""
     if f"{path}{LORA_A}" not in params:
         return None
-    rows, columns = matrix_dims(graph, path)
+    rows, columns = graph.product_dims(path)
     shape = graph.shapes[path].shape
     lead = tuple(size for dim, size in enumerate(shape) if dim not in rows + columns)
     a = _repeated(params[f"{path}{LORA_A}"], lead, 1 + len(rows))
