@@ -7,6 +7,7 @@ latents, U / Y / V dimensions of the part without rotation, the rotated part and
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -40,17 +41,38 @@ from policy.ops.rope import rotate
 class Expansion:
     """Computes keys and values of every head, [B, H, T, U + Y] and [B, H, T, V].
 
-    Inputs are (latents [B, 1, T, c], rotated keys [B, 1, T, Y]) and the weight [c, H, U + V].
+    Inputs are (latents [B, 1, T, c], rotated keys [B, 1, T, Y]) and the weight [c, H, U + V]. An
+    adapter adds its products with the latents, [B, 1, T, r], and its factors [r, H, U + V] and,
+    with DoRA, [1, H, U + V].
     """
 
     nope_dim: int
     runtime: Runtime
 
+    @staticmethod
+    def adapted(
+        parts: tuple[jax.Array, jax.Array], kv_b: Adapted, runtime: Runtime
+    ) -> tuple[tuple[jax.Array, ...], tuple[Weight, ...]]:
+        """Returns the inputs for an adapted weight: one entry per token, and arrays by head, as
+        devices that hold parts of a sequence exchange and cut them."""
+        latent_B1Tc = parts[0]
+        low_B1Tr = linear("bktc,cr->bktr", latent_B1Tc, kv_b.a, runtime)
+        weights = (kv_b.base, kv_b.b * kv_b.scale)
+        factor = () if kv_b.factor is None else (kv_b.factor[None],)
+        return (*parts, low_B1Tr), (*weights, *factor)
+
     def __call__(
-        self, parts: tuple[jax.Array, jax.Array], weights: tuple[jax.Array]
+        self, parts: tuple[jax.Array, ...], weights: tuple[Weight, ...]
     ) -> tuple[jax.Array, jax.Array]:
-        latent_B1Tc, k_rope_B1TY = parts
-        expanded = linear("btc,chd->bhtd", latent_B1Tc[:, 0], weights[0], self.runtime)
+        latent_B1Tc, k_rope_B1TY, *low = parts
+        base, *adapter = weights
+        expanded = linear("btc,chd->bhtd", latent_B1Tc[:, 0], base, self.runtime)
+        if adapter:
+            b, *factor = adapter
+            expanded = expanded + linear("btr,rhd->bhtd", low[0][:, 0], b, self.runtime)
+            if factor:
+                factor_HD = cast(jax.Array, factor[0])[0]
+                expanded = expanded * factor_HD[:, None].astype(expanded.dtype)
         k_nope, values = jnp.split(expanded, [self.nope_dim], axis=-1)
         k_rope = reshard_like(
             jnp.broadcast_to(k_rope_B1TY, (*k_nope.shape[:3], k_rope_B1TY.shape[-1])), k_nope
@@ -241,11 +263,14 @@ class MultiHeadLatentAttention(nnx.Module):
         keys.
         """
         expand = Expansion(self.spec.nope_dim, runtime)
-        weights = (self.kv_b_proj[...],)
+        kv_b: Weight = self.kv_b_proj[...]
         cut = applies(cache, step, runtime)
         indexed = self.spec.indexer is not None
         queries, keys = index
         parts = (kept[0][:, None], kept[1])
+        weights = (kv_b,)
+        if isinstance(kv_b, Adapted):
+            parts, weights = Expansion.adapted(parts, kv_b, runtime)
         new = {} if keys is None else {"index": keys}
         q_BHTD = q_BHTD * self.spec.scale
         if cut and not indexed:
