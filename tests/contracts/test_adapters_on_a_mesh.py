@@ -32,10 +32,10 @@ CASES = [
 
 
 def check(cases):
-    for case, found in zip(cases, on_devices(4, SCRIPT, json.dumps(cases)), strict=True):
-        assert found["logp"] < 4e-6, (case, found)
-        assert found["gradient"] < 5e-6, (case, found)
-        assert any(".lora_a" in path for path in found["cut"]), case
+    for case, result in zip(cases, on_devices(4, SCRIPT, json.dumps(cases)), strict=True):
+        assert result["logp"] < 4e-6, (case, result)
+        assert result["gradient"] < 5e-6, (case, result)
+        assert any(".lora_a" in path for path in result["cut"]), case
 
 
 def test_a_mesh_computes_what_one_device_does():
