@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from qwix import QArray
 
 from policy.adapter_spec import AdapterSpec
 from policy.huggingface.peft import coverage
@@ -34,9 +35,11 @@ from policy.huggingface.peft.targets import (
 )
 from policy.huggingface.peft.tensors import AdaptedTensor, FullTensor, Resolved, resolve
 from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
+from policy.mesh import processes
 from policy.model import Graph
 from policy.ops.adapted import LORA_A, LORA_B, MAGNITUDE
 from policy.ops.parameter import MatrixDims
+from policy.ops.quantization import dequantised
 
 
 class Adapter(NamedTuple):
@@ -249,7 +252,8 @@ class _Assembly:
                 f"{self._directory}: the files have {what} of {path} that Duet can only read "
                 "together with the base model"
             )
-        return np.asarray(self._base[path])
+        weight = self._base[path]
+        return processes.on_host(dequantised(weight) if isinstance(weight, QArray) else weight)
 
     def _check_tied(self, pieces: list[_Piece], full: dict[str, np.ndarray]) -> None:
         """Raises ModelFileError for an adapter that gives the embedding and the head of a model

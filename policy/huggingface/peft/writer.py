@@ -344,14 +344,15 @@ def _config(
     """Returns the content of adapter_config.json."""
     rank = max((module.rank for module in modules), default=spec.rank)
     ranks = dict(_rank_pattern(graph, modules, rank))
-    return {
+    tied = graph.config.tied_head and EMBEDDING in spec.train
+    return ({"ensure_weight_tying": True} if tied else {}) | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "peft_version": VERSION,
         "base_model_name_or_path": base,
         "inference_mode": True,
         "r": rank,
-        "lora_alpha": spec.scale * rank,
+        "lora_alpha": _number(spec.scale * rank),
         "lora_dropout": 0.0,
         "use_rslora": False,
         "use_dora": spec.dora,
@@ -360,7 +361,7 @@ def _config(
         "init_lora_weights": True,
         "modules_to_save": sorted({_suffix(name) for name in full}) or None,
         "rank_pattern": ranks,
-        "alpha_pattern": {pattern: spec.scale * rank for pattern, rank in ranks.items()},
+        "alpha_pattern": {name: _number(spec.scale * own) for name, own in ranks.items()},
         "target_modules": sorted(set(_target_modules(graph, modules))),
         "target_parameters": sorted(
             module.template.rpartition("{n}.")[2]
@@ -369,8 +370,12 @@ def _config(
             if module.form.experts > 1
         )
         or None,
-        "ensure_weight_tying": graph.config.tied_head and EMBEDDING in spec.train,
     }
+
+
+def _number(value: float) -> float | int:
+    """Returns a number without a fraction as an integer, which some programs ask for."""
+    return int(value) if value == int(value) else value
 
 
 def _rank_pattern(graph: Graph, modules: list[_Module], rank: int) -> Iterator[tuple[str, int]]:
