@@ -114,10 +114,12 @@ _RECOMPUTED = frozenset((_ELEMENTWISE + _REARRANGING).split())
 def _costs_more_than_memory(primitive: Any, *_: Any, **params: Any) -> bool:
     """The policy of `none`, in jax's form: tells whether the result of an operation is saved.
 
-    Of named values only "context" is, since jax saves no result of a loop without a name.
+    Of named values "context" is, since jax saves no result of a loop without a name, and "adapted",
+    the sum of a product and that of its adapter (policy/ops/adapted.py), so that the two are not
+    saved in its place.
     """
     if primitive.name == "name":
-        return params["name"] == "context"
+        return params["name"] in ("context", "adapted")
     return primitive.name not in _RECOMPUTED
 
 

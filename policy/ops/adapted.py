@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import qwix
+from jax.ad_checkpoint import checkpoint_name
 
 from policy.ops.parameter import MatrixDims
 from policy.ops.projection import Projection
@@ -29,6 +30,9 @@ MAGNITUDE = ".magnitude"
 """End the paths of the arrays of an adapter, after the path of the weight that they adapt."""
 FACTOR = ".factor"
 """Ends the path of `Adapted.factor`, where a program computes it once for many calls."""
+
+SUM = "adapted"
+"""The name of the result of an adapted product for policy/remat.py."""
 
 Product = Callable[[str, jax.Array, jax.Array], jax.Array]
 """(equation, x, weight) -> einsum in the dtype of x."""
@@ -96,6 +100,7 @@ class Adapted:
         low = product(f"{letters},{of_a}{rows}{rank}->{inner}", x, self.a)
         low = low * jnp.asarray(self.scale, low.dtype)
         y = base_product + product(f"{inner},{of_b}{rank}{columns}->{outs}", low, self.b)
+        y = checkpoint_name(y, SUM)
         if self.factor is None:
             return y
         return jnp.einsum(f"{outs},{groups}{columns}->{outs}", y, self.factor.astype(y.dtype))

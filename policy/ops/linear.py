@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import qwix
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
@@ -34,7 +35,7 @@ from policy.config import Runtime
 from policy.mesh.explicit import in_explicit_mode, spec_of
 from policy.mesh.sharding import Layout
 from policy.ops import grouped_kernel, quantization, stacked_kernel
-from policy.ops.adapted import Adapted
+from policy.ops.adapted import SUM, Adapted
 from policy.ops.projection import Projection
 from policy.ops.stacked import StackedWeight
 
@@ -274,6 +275,7 @@ def _ragged_adapted(
     y_MF = ragged_linear(rows_ME, weights.base, sizes_G, runtime)
     low = product(rows_ME, weights.a)
     y_MF = y_MF + product(low * jnp.asarray(weights.scale, low.dtype), weights.b)
+    y_MF = checkpoint_name(y_MF, SUM)
     if weights.factor is None:
         return y_MF
     G = sizes_G.shape[0]

@@ -7,7 +7,10 @@ import pytest
 from oracles import configuration
 
 from policy import families, modes
+from policy.adapter_spec import AdapterSpec
+from policy.adapters.learning import Adapters
 from policy.config import Runtime
+from policy.huggingface.peft.targets import resolved
 from policy.mesh.sharding import layout
 from policy.model import Graph
 from rl.accounting.activations import Activations
@@ -25,15 +28,20 @@ KINDS = {
 }
 
 
-def kept(graph) -> int:
-    """Returns the bytes that jax keeps of the layers of a decoder, without its weights."""
+def kept(graph, adapters=None) -> int:
+    """Returns the bytes that jax keeps of the layers of a decoder, without its weights, for the
+    gradient of these or of an adapter."""
     tokens = jnp.zeros(SHAPE, int)
     step = modes.make_step(tokens)
+    learning, base = (graph, {}) if adapters is None else (adapters, graph.shapes)
 
-    def hidden(params):
-        return graph.decoder(params)(tokens, step, None, graph.runtime)[0].sum()
+    def vjp(learning, base):
+        def hidden(learning):
+            return graph.decoder(base | learning)(tokens, step, None, graph.runtime)[0].sum()
 
-    program = jax.make_jaxpr(lambda params: jax.vjp(hidden, params))(graph.shapes).jaxpr
+        return jax.vjp(hidden, learning)
+
+    program = jax.make_jaxpr(vjp)(learning.shapes, base).jaxpr
     values = {each for each in program.outvars if not hasattr(each, "val")}
     own = values - {*program.invars, *program.constvars}
     # The stacked values of layers; others are those of embedding, final norm and rotations.
@@ -54,3 +62,13 @@ def test_the_estimate_is_near_what_jax_keeps(kind):
         sizes.append(estimate)
         assert 0.9 * kept(graph) < estimate < 3.0 * kept(graph), (policy, estimate, kept(graph))
     assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
+def test_of_an_adapted_product_the_sum_is_kept(kind):
+    """Not both of its parts, so that an adapter needs no more than its base."""
+    config = families.read(configuration(kind, **KINDS[kind]))
+    for remat in ("none", "minimal_flash"):
+        graph = Graph(config, Runtime(remat=remat), layout({"fsdp": 1}))
+        adapted = graph.with_runtime(adapter=resolved(graph, AdapterSpec(rank=4)))
+        assert kept(adapted, Adapters(adapted)) == kept(graph)
