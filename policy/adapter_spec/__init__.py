@@ -10,6 +10,9 @@ from typing import Literal
 from policy.options import option
 
 AllLinear = Literal["all-linear"]
+FULL_TRAINING_RATE = 1e-5
+"""A learning rate up to which an optimizer that moves a weight by about the rate usually trains all
+weights; adapters take about 10 times as much (docs/adapters.md)."""
 
 
 @dataclass(frozen=True)

@@ -288,14 +288,11 @@ def _base_weights(config: RunConfig, stages: Sequence[StageKind]) -> Iterator[Fa
 def _trained_weights(config: RunConfig, stage: StageKind) -> str | None:
     """Returns which weights of products a stage trains, and how it would not; None: it trains
     none."""
-    if not stage.trains_policy:
-        return "the weights of a reward model: leave base_weights out"
+    whose = "policy" if stage.trains_policy else "reward model"
     if config.model.adapter is None:
-        return "the weights of the policy: set model.adapter"
-    if stage.options.trains == "weights":
-        return "the weights of the policy (trains: weights): leave `trains` out"
-    if getattr(stage.algorithm, "critic_trunk", None) == "own":
-        return "a critic with weights of its own: set critic_trunk: policy"
+        return f"the weights of the {whose}: set model.adapter"
+    if not stage.trains_adapter:
+        return f"the weights of the {whose} (trains: weights): leave `trains` out"
     return None
 
 

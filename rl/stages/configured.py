@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from policy.adapter_spec import FULL_TRAINING_RATE
 from rl.config.data import datasets_of
 from rl.config.stage import PRODUCER_OPTIONS
 from rl.data import models, towers
@@ -71,6 +72,11 @@ class ConfiguredStage:
         self.options = config.stages[index]
         self.algorithm = algorithm_of(self.options)
         self.path = ("stages", index)
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether updates change the adapter of the model, or copies of it, and no weights."""
+        return self.config.model.adapter is not None and self.options.trains != "weights"
 
     @property
     def inputs(self) -> frozenset[str]:
@@ -214,6 +220,7 @@ class ConfiguredStage:
                 key=(*self.path, "router_replay"),
             )
         yield from self._check_kind()
+        yield from self._check_adapter()
         yield from self._check_forbidden()
         if (
             stage.router.ragged_buffer_factor is not None
@@ -282,6 +289,7 @@ class ConfiguredStage:
             )
         yield from self._freeze_remarks()
         yield from self._best_remarks()
+        yield from self._adapter_remarks()
         if self.options.steps is None:
             return
         updates = self.options.steps * self.options.updates_per_step
@@ -304,6 +312,17 @@ class ConfiguredStage:
                 f"stages.{self.index}.freeze names no tower, so the stage trains the towers of "
                 "pictures and sounds where its rows have them; add image and audio to freeze them, "
                 "as without `freeze`"
+            )
+
+    def _adapter_remarks(self) -> Iterator[str]:
+        """Yields that a learning rate looks like one for all weights."""
+        optimizer = self.options.optimizer
+        is_small = optimizer.learning_rate <= FULL_TRAINING_RATE
+        if self.trains_adapter and optimizer.name == "adamw" and is_small:
+            yield (
+                f"stages.{self.index}.optimizer.learning_rate: {optimizer.learning_rate:g} looks "
+                "like a rate for all weights; adapters learn at about 10 times that "
+                "(docs/adapters.md)"
             )
 
     def _best_remarks(self) -> Iterator[str]:
@@ -331,6 +350,43 @@ class ConfiguredStage:
     def _check_kind(self) -> Iterator[Fault]:
         """Yields the faults that only this kind of stage can have."""
         yield from ()
+
+    def _check_adapter(self) -> Iterator[Fault]:
+        """Yields the faults of what a stage trains, where a model may have an adapter."""
+        stage = self.options
+        if self.config.model.adapter is None:
+            if stage.trains == "adapter":
+                text = "the model has no adapter; set model.adapter, or leave this out"
+                yield Fault(text, key=(*self.path, "trains"))
+            return
+        if not self.trains_adapter:
+            earlier = self.config.stages[: self.index]
+            if any(each.trains != "weights" for each in earlier):
+                yield Fault(
+                    "an earlier stage trains an adapter over the weights, which stay from then "
+                    "on; put this stage before it, or leave `trains` out",
+                    key=(*self.path, "trains"),
+                )
+            return
+        if stage.freeze:
+            yield Fault(
+                "the stage trains an adapter and no weights; leave this out, and name modules "
+                "without an adapter in model.adapter.exclude",
+                key=(*self.path, "freeze"),
+            )
+        if stage.indexer.training != "off":
+            yield Fault(
+                "indexers have no adapter; set `trains: weights`, or leave this out",
+                key=(*self.path, "indexer", "training"),
+            )
+        algorithm = self.algorithm
+        if getattr(algorithm, "reference_every", 0) and algorithm.reference_mix != 1:
+            yield Fault(
+                f"{algorithm.reference_mix:g} of the policy and the rest of the old reference "
+                "have a mean of products, which is not the product of mean factors: with an "
+                "adapter the reference is renewed in full; set it to 1",
+                key=(*self.path, "algorithm", "reference_mix"),
+            )
 
     def _check_forbidden(self) -> Iterator[Fault]:
         """Yields the faults of `bad_words` and `min_tokens`."""

@@ -21,6 +21,7 @@ from rl.training.packing.row_shapes import Sizes, choose_shape
 if TYPE_CHECKING:
     import jax
 
+    from policy.adapters.learning import Adapters
     from rl.stages.stage import StageState
     from rl.training.batch import Batch
     from rl.training.updater import UpdateCall
@@ -85,6 +86,17 @@ def update_notes(stage: StageKind, call: UpdateCall | None = None) -> tuple[str,
     return tuple(note for note in notes if note is not None)
 
 
+def _adapters(call: UpdateCall) -> Adapters | None:
+    """Returns the adapter whose gradient an update takes; None: it takes that of the weights."""
+    from policy.adapters.learning import Adapters
+    from rl.training.critic import Critic
+
+    model = call.update.main_step.model
+    if isinstance(model, Critic):
+        return model.adapters
+    return model if isinstance(model, Adapters) else None
+
+
 def update_programs(
     stage: StageKind, state: StageState, batch: Batch, times: float, **options: Any
 ) -> Iterator[Program]:
@@ -120,7 +132,7 @@ def update_programs(
             trip_count=rows.trip_count,
             micro_rows=rows.micro_rows,
             teacher=teacher and teacher.model,
-            adapters=trainer.adapters if call.name == ProgramName.UPDATE else None,
+            adapters=_adapters(call),
             gradient=_gradient_bytes(call),
             stepped=_stepped_bytes(call),
             optimizer_operations=sum(

@@ -43,15 +43,15 @@ class Critic:
         self.hosted = frozenset()
         self.host_tables = frozenset()
         self._reads_policy = shared or policy.runtime.adapter is not None
-        adapters = None
+        self.adapters: Adapters | None = None
         if not shared:
             self.trunk = _without_head(policy)
             if self.trunk.runtime.adapter is not None:
-                adapters = Adapters(self.trunk)
-                self._own(adapters)
+                self.adapters = Adapters(self.trunk)
+                self._own(self.adapters)
             elif not self._reads_policy:
                 self._own(self.trunk)
-        self.flops = Operations(self.trunk, head=False, adapters=adapters)
+        self.flops = Operations(self.trunk, head=False, adapters=self.adapters)
 
     def _own(self, model: Graph | Adapters) -> None:
         """Takes the weights of a model besides the value head."""

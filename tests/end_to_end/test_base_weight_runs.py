@@ -47,10 +47,6 @@ def read(*overrides):
             [ADAPTER, f"stages={json.dumps([STAGE | {'trains': 'weights'}])}"],
             "model.base_weights: grpo trains the weights of the policy (trains: weights): leave",
         ),
-        (
-            [ADAPTER, f"stages={json.dumps([STAGE | {'algorithm': 'ppo'}])}"],
-            "model.base_weights: ppo trains a critic with weights of its own: set critic_trunk",
-        ),
         ([ADAPTER, "generator.weights=int8"], "generator.weights: int8, but rollouts read the nf4"),
     ],
 )

@@ -4,10 +4,13 @@ what moves and what stays, and the references of stages that follow each other.
 G matrices of one weight, E inputs, F outputs, r rank.
 """
 
+import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
+import launch
 import learners
 import numpy as np
 import pytest
@@ -16,9 +19,13 @@ from adapted import factor_gradients, merged, with_adapter
 import rl.algorithms
 from policy.adapter_spec import AdapterSpec
 from policy.adapters.learning import Adapters, is_adapter
-from policy.model import Model
+from policy.model import Graph, Model
 from policy.modes import VALUE_HEAD
+from rl import stages
 from rl.config.stage import OptimizerOptions
+from rl.errors import ConfigError
+from rl.run.health import outline
+from rl.run.load import load
 from rl.training.optimizer import WeightAxes, optimizer
 from rl.training.reward_model import RewardModelScorer
 from rl.training.teachers.frozen import FrozenModel
@@ -156,11 +163,26 @@ def test_the_reference_is_the_policy_as_the_stage_began_and_not_the_base():
     assert learners.same_bits(learners.host(state.reference), learners.host(state.policy.params))
 
 
-def test_a_reward_model_is_written_with_its_adapter_merged(tmp_path):
-    trainer, state = learners.begin(
-        policy(), learners.stage(STAGES["reward_model"] | {"score_init_std": 1.0}, **UNCLIPPED)
-    )
+def quantised():
+    """The policy over weights in int8."""
+    graph = learners.dense().graph
+    runtime = dataclasses.replace(graph.runtime, base_weights="int8")
+    graph = Graph(graph.config, runtime, graph.layout)
+    stored = dict(learners.dense().params)
+    stored |= {path: graph.quantized_weight(path).of(stored[path]) for path in graph.quantized}
+    return with_adapter(Model(graph, stored), SPEC)
+
+
+@pytest.mark.parametrize("model", [policy, quantised])
+def test_a_reward_model_is_written_with_its_adapter_merged(tmp_path, model):
+    options = learners.stage(STAGES["reward_model"] | {"score_init_std": 1.0}, **UNCLIPPED)
+    trainer = learners.trainer(model(), options)
+    state = trainer.start(model().params, seed=3)
     data = learners.batch()
+    if model is quantised:
+        before = learners.host(state.reward_model.params)
+        state, _ = trainer.update(state, data)
+        assert not learners.same_bits(before, learners.host(state.reward_model.params))
     params = trainer.base | state.reward_model.params
     rows = [row[: sum(used)].tolist() for row, used in zip(data.tokens, data.segments, strict=True)]
     scorer = RewardModelScorer(trainer.model.trunk, params, 16)
@@ -209,3 +231,45 @@ def flattened(array, dims):
     E = int(np.prod([array.shape[dim] for dim in rows]))
     F = int(np.prod([array.shape[dim] for dim in columns]))
     return np.asarray(array).transpose(front + rows + columns).reshape(-1, E, F)
+
+
+STAGE = {"algorithm": "grpo", "steps": 2, "sampling": {"max_new_tokens": 6}}
+MIXED = {"name": "grpo", "kl_coef": 0.1, "reference_every": 1, "reference_mix": 0.5}
+OWN_MEAN = {"algorithm": MIXED | {"name": "opd", "kl_coef": 0.0}, "teacher": "reference"}
+
+
+def read(*changed, adapter="{rank: 4}"):
+    overrides = [f"model.adapter={adapter}", f"stages={json.dumps([STAGE | e for e in changed])}"]
+    return load([launch.SMALL], ["run.dir=null", "evaluation=null", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ([{"algorithm": MIXED}], "stages.0.algorithm.reference_mix: 0.5 of the policy and the"),
+        ([OWN_MEAN], "stages.0.algorithm.reference_mix: 0.5 of the policy and the rest"),
+        ([{"freeze": ["embed_tokens"]}], "stages.0.freeze: the stage trains an adapter and no"),
+        ([{"indexer": {"training": "sparse"}}], "stages.0.indexer.training: indexers have no"),
+        ([{}, {"trains": "weights"}], "stages.1.trains: an earlier stage trains an adapter"),
+    ],
+)
+def test_what_an_adapter_cannot_have_is_refused(changed, said):
+    with pytest.raises(ConfigError) as error:
+        read(*changed)
+    assert said in str(error.value)
+    if "indexer" not in changed[0]:  # the model has none
+        read(*({"trains": "weights"} | each for each in changed))
+
+
+def test_a_rate_for_all_weights_is_said_before_a_run():
+    rates = {"optimizer": {"learning_rate": 1e-6}}
+    config = read(rates | {"trains": "weights"}, rates, {"optimizer": {"learning_rate": 1e-4}})
+    remarks = [list(stage.remarks()) for stage in stages.create(config)]
+    assert [len(each) for each in remarks] == [0, 1, 0] and "1e-06" in remarks[1][0]
+    assert ["rate looks" in line for line in outline.lines(config) if "  trains " in line] == [
+        False,
+        True,
+        False,
+    ]
+    with pytest.raises(ConfigError, match="the model has no adapter; set model.adapter"):
+        read({"trains": "adapter"}, adapter="null")

@@ -219,6 +219,21 @@ def test_a_small_learning_rate_is_an_illness_only_where_the_loss_of_sft_stays(tm
     ]
 
 
+def test_a_rate_of_full_training_is_remarked_where_an_adapter_does_not_get_better(tmp_path):
+    def remarks(rate: float, rise: float, more: str = "", model: str = "{adapter: {rank: 8}}"):
+        rows = [
+            {"reward/mean": 0.2 + rise * n, "reward/std": 0.4, "optim/lr": rate} for n in range(5)
+        ]
+        stage = f"{{algorithm: {{name: grpo}}, optimizer: {{learning_rate: {rate}}}{more}}}"
+        path = run(tmp_path, rows, config=f"model: {model}\nstages: [{stage}]\n")
+        return [(each.name, each.level) for each in findings(path)]
+
+    remark = [("learning rate of an adapter", "note")]
+    assert remarks(1e-6, 0.0) == remark
+    assert remarks(1e-4, 0.0) == remarks(1e-6, 0.1) == []
+    assert remarks(1e-6, 0.0, ", trains: weights") == remarks(1e-6, 0.0, model="{}") == []
+
+
 def test_a_large_penalty_of_a_run_that_learns_is_no_illness(tmp_path):
     stages = "stages: [{algorithm: {name: grpo, kl_coef: 2.0}, prompts_per_step: 32}]\n"
     rows = [{"reward/mean": 0.1, "reward/std": 0.3, "kl/ref": 0.01}] * 12

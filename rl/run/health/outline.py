@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import rl.algorithms
+from policy.adapter_spec import FULL_TRAINING_RATE
 from rl.algorithms._protocols import TrainedLoss
 from rl.config import changes
 from rl.config.run import RunConfig
@@ -102,8 +103,23 @@ def _stage(config: RunConfig, index: int) -> Iterator[str]:
     clip = f"; gradients are clipped to norm {optimizer.clip_norm:g}" if optimizer.clip_norm else ""
     name = _OPTIMIZERS.get(optimizer.name, optimizer.name.capitalize())
     yield f"  {name:8} learning rate {optimizer.learning_rate:g}, {optimizer.schedule}{warm}{clip}"
+    yield from _adapter(config, stage)
     changed = ", ".join(_changed(algorithm))
     yield f"  changed  {changed or 'nothing: every option of the algorithm has its default'}"
+
+
+def _adapter(config: RunConfig, stage: StageOptions) -> Iterator[str]:
+    """Yields what of the policy learns, where the model has an adapter."""
+    adapter = config.model.adapter
+    if adapter is None:
+        return
+    if stage.trains == "weights":
+        yield "  trains   the weights, before they have an adapter"
+        return
+    kind = "DoRA" if adapter.dora else "LoRA"
+    small = stage.optimizer.name == "adamw" and stage.optimizer.learning_rate <= FULL_TRAINING_RATE
+    usual = "; the rate looks like one for all weights (docs/adapters.md)" if small else ""
+    yield f"  trains   the adapter ({kind}, rank {adapter.rank}), and no weights{usual}"
 
 
 def _in_all(stage: StageOptions, sequences: int, unit: str, samples: bool) -> str:

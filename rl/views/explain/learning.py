@@ -111,7 +111,7 @@ def _reward_falls(stage: StageRecord) -> tuple[int, str] | None:
 
 def _large_steps(stage: StageRecord) -> tuple[int, str] | None:
     rate = stage.series("optim/lr")
-    if not rate or rate.largest < WEIGHT_STD or not _moves_by_rate(stage):
+    if not rate or rate.largest < WEIGHT_STD or not moves_by_rate(stage):
         return None
     step = rate.steps[rate.values.index(rate.largest)]
     return (
@@ -121,7 +121,7 @@ def _large_steps(stage: StageRecord) -> tuple[int, str] | None:
     )
 
 
-def _moves_by_rate(stage: StageRecord) -> bool:
+def moves_by_rate(stage: StageRecord) -> bool:
     """Returns whether an update moves a weight by about the learning rate, as AdamW's does: not by
     the gradient, by the size of its matrix or by that of its weights."""
     return (

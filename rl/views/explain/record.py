@@ -81,6 +81,12 @@ class StageRecord:
         return any(name.startswith("distill/") for _, metrics in self.rows for name in metrics)
 
     @property
+    def trains_adapter(self) -> bool:
+        """Whether the stage trained the adapter of the model, and no weights."""
+        has_adapter = lookup(self.run.config, "model.adapter", None) is not None
+        return has_adapter and self.option("trains", "adapter") == "adapter"
+
+    @property
     def completions_per_step(self) -> int:
         """Completions that are trained on in a step."""
         return int(self.option("prompts_per_step", 32)) * int(self.option("samples_per_prompt", 8))

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from policy.adapter_spec import FULL_TRAINING_RATE
 from rewards.text import quoted
 from rl.errors import Fault
-from rl.views.explain.learning import MIN_STEPS, WEIGHT_STD
+from rl.views.explain.learning import MIN_STEPS, WEIGHT_STD, moves_by_rate
 from rl.views.explain.record import StageRecord
 from rl.views.explain.rules import stage_rule
 
@@ -45,12 +46,33 @@ def learning_rate_too_low(stage: StageRecord) -> Iterator[Fault]:
         f"most {moved:.2g}{stays}",
         cause="The policy stays what it was",
         change=f"Raise {stage.named('optimizer.learning_rate')}; usual are 1e-6 to 1e-5 for "
-        "full models",
+        "full models, and 10 times that for adapters",
         name="learning rate too low",
         stage=stage.name,
         step=rate.steps[0],
         severity=0.7,
         level="warn",
+    )
+
+
+@stage_rule
+def rate_of_full_training(stage: StageRecord) -> Iterator[Fault]:
+    """Remarks that an adapter has a learning rate that looks like one for all weights, unless
+    reward or evaluation got better."""
+    rate = stage.series("optim/lr")
+    if not stage.trains_adapter or len(rate) < MIN_STEPS or not moves_by_rate(stage):
+        return
+    if rate.largest > FULL_TRAINING_RATE or stage.reward_rose or stage.improved:
+        return
+    yield Fault(
+        f"optim/lr is at most {rate.largest:.2g}, which looks like a rate for all weights",
+        cause="The stage trains an adapter, which learns at about 10 times that rate",
+        change=f"Try 10 times {stage.named('optimizer.learning_rate')}; see docs/adapters.md",
+        name="learning rate of an adapter",
+        stage=stage.name,
+        step=rate.steps[0],
+        severity=0.3,
+        level="note",
     )
 
 
