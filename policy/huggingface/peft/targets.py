@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from policy.adapter_spec import AdapterSpec, Target
-from policy.fields import names
 from policy.huggingface.model_directory import MTP, StoredWeight, places
 from policy.model import EMBEDDING, HEAD, Graph
 
@@ -188,8 +187,3 @@ def _unknown(pattern: str, option: str, known: list[str]) -> str:
         f"{option}: {pattern!r} matches no module that can have an adapter (nearest: "
         f"{', '.join(near)}; modules end in {', '.join(leaves)})"
     )
-
-
-def marked(stored: names.Stored) -> bool:
-    """Returns whether the stored tensor holds several of our weights."""
-    return len(stored.parts) > 1
