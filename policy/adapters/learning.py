@@ -15,9 +15,11 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import qwix
 
 from policy.adapter_spec import AdapterSpec, Target
 from policy.config import Runtime
@@ -25,6 +27,7 @@ from policy.model import EMBEDDING, Graph
 from policy.ops.adapted import LORA_A, LORA_B, MAGNITUDE
 from policy.ops.host_memory import fetch
 from policy.ops.parameter import MatrixDims
+from policy.ops.quantization import dequantised
 from policy.ops.seeds import checked_seed
 
 _ENDS = (LORA_A, LORA_B, MAGNITUDE)
@@ -150,9 +153,23 @@ class Adapters:
             return self._where_adapted(path, drawn)
         weight = fetch(base[weight_of(path)])
         if path.endswith(MAGNITUDE):
-            rows = self.trunk.product_dims(weight_of(path)).rows
-            return jnp.linalg.norm(weight.astype(jnp.float32), axis=rows).astype(shape.dtype)
-        return weight.astype(shape.dtype)
+            return self._norms(weight_of(path), weight).astype(shape.dtype)
+        floats = dequantised(weight) if isinstance(weight, qwix.QArray) else weight
+        return floats.astype(shape.dtype)
+
+    def _norms(self, path: str, weight: Any) -> jax.Array:
+        """Returns the norms of a weight over the inputs of each output, float32. Of a stack that is
+        stored quantised one layer at a time is dequantised."""
+        if not isinstance(weight, qwix.QArray):
+            rows = self.trunk.product_dims(path).rows
+            return jnp.linalg.norm(weight.astype(jnp.float32), axis=rows)
+        rows = self.trunk.layer_dims(path).rows
+
+        def norms(weight: qwix.QArray) -> jax.Array:
+            return jnp.linalg.norm(dequantised(weight), axis=rows)
+
+        stacked = self.axes[path + MAGNITUDE][:1] == ("layers",)
+        return jax.lax.map(norms, weight) if stacked else norms(weight)
 
     def _where_adapted(self, path: str, array: jax.Array) -> jax.Array:
         """Returns an array of an adapter, 0 in repeats of the stack that have none."""

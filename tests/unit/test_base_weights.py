@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import qwix
+from adapted import RANK, with_adapter
 from oracles import by_kind, random_model, short
 
 import policy
 from policy import families, modes
+from policy.adapter_spec import AdapterSpec
 from policy.compatibility import Conflict
 from policy.config import Runtime
 from policy.mesh.sharding import layout
@@ -237,6 +239,30 @@ def test_generator_and_log_probabilities_read_what_was_loaded(directory, kind):
         row = np.array([prompt + list(completion.tokens)])
         expected = model.logprobs(row)[0][0, len(prompt) :]
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dora", [False, True])
+def test_an_adapter_over_quantised_weights_learns_as_over_their_floats(directory, dora):
+    model = policy.load(directory, base_weights="nf4", base_block=32)
+    spec = AdapterSpec(rank=RANK, alpha=6.0, dora=dora)
+    adapted, floats = (with_adapter(each, spec) for each in (model, as_floats(model)))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(1, model.config.vocab_size, (2, 12)))
+    results = []
+    for each in (adapted, floats):
+        base = {path: each.params[path] for path in each.graph.paths}
+        learning = {path: each.params[path] for path in each.params.keys() - base.keys()}
+
+        def loss(learning, base, graph=each.graph):
+            step = modes.make_step(tokens)
+            return graph.logprobs(base | learning, tokens, step, 1.0)[0].sum()
+
+        results.append(jax.jit(jax.value_and_grad(loss))(learning, base))
+    (value, gradient), (expected_value, expected) = results
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    for path, array in expected.items():
+        tolerance = 1e-5 * np.abs(array).max()
+        np.testing.assert_allclose(gradient[path], array, atol=tolerance, err_msg=path)
 
 
 def test_random_weights_are_stored_quantised_too(directory):
