@@ -136,6 +136,14 @@ FOREIGN: dict[str, str] = {
     "custom_reward_function": "rewards.functions",
     "model_name": "model.source",
     "model_name_or_path": "model.source",
+    "lora_r": "model.adapter.rank",
+    "lora_rank": "model.adapter.rank",
+    "lora_alpha": "model.adapter.alpha",
+    "lora_target_modules": "model.adapter.targets",
+    "target_modules": "model.adapter.targets",
+    "modules_to_save": "model.adapter.train",
+    "use_rslora": "model.adapter.rank_stabilised",
+    "use_dora": "model.adapter.dora",
     "pretrain": "model.source",
     "model_path": "model.source",
     "bf16": "model.dtype",
@@ -206,6 +214,8 @@ _NOTES: dict[str, str] = {
     "optim optim_type": f"{', '.join(_OPTIMIZERS[:-1])} or {_OPTIMIZERS[-1]}",
     "bf16 torch_dtype": "`bfloat16` or `float32` (default)",
     "dataset dataset_name train_files prompt_data": "a file, a folder, or a dataset on the hub",
+    "lora_target_modules target_modules": "`all-linear`, or a list of regular expressions",
+    "lora_r lora_rank": "of routed experts divided by the experts that a token chooses",
     "gradient_checkpointing": "`none`, `full`, and policies between them",
 }
 NOTES = {word: note for words, note in _NOTES.items() for word in words.split()}
@@ -248,9 +258,11 @@ ABSENT: dict[str, str] = {
         "leave this out: `stages.N.prompts_per_step` sets the batch, and `stages.N.micro_batch` "
         "changes speed and memory only",
     ),
+    "peft_config": "write `model.adapter`, such as {rank: 32, alpha: 32}",
+    "lora_dropout": "adapters have no dropout: leave this out",
     **dict.fromkeys(
-        ("peft_config", "lora_r", "lora_rank"),
-        "Duet has no adapters and trains all weights: leave this out",
+        ("load_in_4bit", "load_in_8bit"),
+        "write `model.base_weights: nf4` (or int8, int4, fp8), with `model.adapter`",
     ),
     "resume_from_checkpoint": "leave this out: `rl-train RUN` continues a run",
     "report_to": "write `run.tensorboard` or `run.wandb`",

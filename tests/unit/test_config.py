@@ -380,7 +380,7 @@ FOREIGN_KEYS = [
     ("model.torch_dtype=bfloat16", "unknown key; Duet calls it `model.dtype`"),
     (
         "model.lora_rank=16",
-        "unknown key; Duet has no adapters and trains all weights: leave this out",
+        "unknown key; Duet calls it `model.adapter.rank`",
     ),
     ("run.resume_from_checkpoint=x", "unknown key; leave this out: `rl-train RUN` continues a run"),
     ("data.use_vllm=true", "unknown key; Duet trains and generates with one decoder"),
