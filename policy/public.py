@@ -63,7 +63,8 @@ def load(
     base_weights: WeightType | None = None,
     base_block: int | None = 64,
 ) -> Model:
-    """Loads the model of a Hugging Face directory (config.json and safetensors).
+    """Loads the model of a Hugging Face directory (config.json and safetensors), or of an adapter of
+    PEFT (adapter_config.json), which is merged into its base.
 
     `sections` replace the sections of config.json that policy/fields/extensions.py reads:
     `{"multi_token_prediction": {"depth": 1}}` loads the prediction module that files of DeepSeek-V3
@@ -76,15 +77,14 @@ def load(
     for a configuration that the decoder does not compute and ModelFileError for files that are
     damaged, lack a tensor or hold an unexpected one.
     """
-    from policy.huggingface import model_directory
+    from policy.huggingface.weights import read_weights
 
     config = sources.read_config(directory, sections, media=media)
     runtime = _runtime(runtime, dtype, base_weights, base_block)
     graph = Graph(config, runtime, mesh or _one_device())
-    params, newly_initialized = model_directory.read_weights(
-        directory, graph, missing=missing, seed=seed
-    )
-    return Model(graph, params, newly_initialized, os.fspath(directory))
+    weights = read_weights(directory, graph, missing=missing, seed=seed)
+    base = os.fspath(sources.base_of(directory))
+    return Model(graph, weights.params, weights.newly_initialized, base)
 
 
 def save(

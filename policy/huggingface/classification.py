@@ -7,6 +7,7 @@ The score is the product of the final hidden state [E] of the last token with SC
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,8 @@ import numpy as np
 
 from policy.config import Runtime
 from policy.huggingface import model_directory, sources
-from policy.huggingface.tensorfiles import TensorFiles
+from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
+from policy.huggingface.weights import read_weights
 from policy.mesh import processes
 from policy.mesh.sharding import Layout
 from policy.model import Graph
@@ -37,19 +39,27 @@ def read(directory: str | os.PathLike, runtime: Runtime, mesh: Layout) -> Classi
     """Reads a directory that `write`, or transformers, wrote. Raises ModelFileError and
     UnsupportedModel."""
     graph = Graph(sources.classifier(directory), runtime, mesh)
-    params, _ = model_directory.read_weights(directory, graph, ignore=(SCORE,))
+    weights = read_weights(directory, graph, ignore=(SCORE,))
     shape = (1, graph.config.hidden_size)
-    score = TensorFiles(directory, scheme=sources.scheme(directory)).read(
-        SCORE, shape, (slice(None), slice(None))
-    )
-    return Classifier(graph, params, np.asarray(score[0], np.float32))
+    score = weights.others.get(SCORE)
+    if score is None:
+        files = TensorFiles(sources.base_of(directory), scheme=sources.scheme(directory))
+        score = files.read(SCORE, shape, (slice(None), slice(None)))
+    elif score.shape != shape:
+        raise ModelFileError(
+            f"{directory}: the score of the adapter is {list(score.shape)}, and that of a reward "
+            f"model {list(shape)}: it has one label"
+        )
+    return Classifier(graph, weights.params, np.asarray(score[0], np.float32))
 
 
 def check(directory: str | os.PathLike) -> None:
     """Compares the tensors of a directory with its config.json, as `model_directory.check`."""
     config = sources.classifier(directory)
     model_directory.check_files(directory, config, ignore=(SCORE,))
-    TensorFiles(directory, scheme=sources.scheme(directory)).checked(SCORE, (1, config.hidden_size))
+    if sources.base_of(directory) == Path(directory):  # else the adapter may bring the score
+        files = TensorFiles(directory, scheme=sources.scheme(directory))
+        files.checked(SCORE, (1, config.hidden_size))
 
 
 def write(

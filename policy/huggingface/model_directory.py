@@ -7,7 +7,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ MTP = "mtp"
 MTP_FILE = "multi_token_prediction.safetensors"
 # What to do if the files lack prediction modules that they should hold.
 Missing = Literal["refuse", "fresh"]
+Change = Callable[[jax.Array], jax.Array]
 # Tensors that a text model does not need: the towers of other modalities (unless they are read),
 # heads that predict further tokens, copies of embedding and head in prediction modules, and tables
 # of old files that follow from the configuration.
@@ -256,13 +257,15 @@ def read_weights(
     ignore: tuple[str, ...] = (),
     missing: Missing = "refuse",
     seed: int = 0,
+    changes: Mapping[str, Change] | None = None,
 ) -> tuple[dict[str, jax.Array], frozenset[str]]:
     """Reads the weights of `graph` from the safetensors of `directory`, each shard straight to its
     place on the mesh.
 
     Returns them with the paths of the weights that start, at least in part, as the random numbers
     of `seed`: prediction modules that the files lack and that `missing` lets start fresh. `ignore`
-    names tensors that the caller reads. The host holds the shards of one weight at a time, and the
+    names tensors that the caller reads. `changes` are made to weights by path, before they are
+    stored quantised. The host holds the shards of one weight at a time, and the
     weights that live in host memory. Of a weight that is stored quantised (`Graph.quantized`) host
     and devices hold the floats of one layer at a time. Raises ModelFileError for tensors that are
     missing, unexpected or of the wrong shape.
@@ -272,9 +275,43 @@ def read_weights(
     params = {}
     for place in places(graph):
         gaps = absent_layers if place.path in fresh else set()
-        read = _quantized if place.path in graph.quantized else _on_mesh
-        params[place.path] = read(graph, place, files, start.get(place.path), gaps)
+        change = (changes or {}).get(place.path)
+        is_quantized = place.path in graph.quantized
+        read = _quantized if is_quantized and change is None else _on_mesh
+        weight = read(graph, place, files, start.get(place.path), gaps)
+        if change is not None:
+            weight = change(weight)
+            weight = graph.quantized_weight(place.path).of(weight) if is_quantized else weight
+        params[place.path] = weight
     return params, fresh
+
+
+class StoredWeights(Mapping[str, np.ndarray]):
+    """The weights of a graph in a model directory, each read to the host when it is asked for."""
+
+    def __init__(self, directory: str | os.PathLike, graph: Graph):
+        self._graph = graph
+        self._places = {place.path: place for place in places(graph)}
+        table = renamed(families.get(graph.config.family))
+        self._files = TensorFiles(directory, table, sources.scheme(directory))
+
+    def __getitem__(self, path: str) -> np.ndarray:
+        place = self._places[path]
+        shape = self._graph.shapes[path]
+        array = np.empty(shape.shape, shape.dtype)
+        every = tuple(slice(0, size) for size in shape.shape)
+        if place.layers is None:
+            place.read(self._files, None, every, array)
+            return array
+        for number, layer in enumerate(place.layers):
+            place.read(self._files, layer, every[1:], array[number, ...])
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 def check(
@@ -301,7 +338,7 @@ def check_files(
     """Compares the tensors of `directory` with those of a decoder, as `read_weights` does before it
     reads a number."""
     graph = Graph(config, Runtime(), layout({"fsdp": 1}, devices=jax.local_devices()[:1]))
-    _checked_files(directory, graph, ignore, missing)
+    _checked_files(sources.base_of(directory), graph, ignore, missing)
 
 
 class CheckedFiles(NamedTuple):
@@ -555,6 +592,7 @@ def write(
     config that was changed, or that is not the one of `source`.
     """
     config = graph.config
+    source = None if source is None else sources.base_of(source)
     hf = json.loads(config.hf) if source is None else sources.complete(source, config)
     if families.read(hf, media=has_towers(config)) != config:
         raise ValueError(

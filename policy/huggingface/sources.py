@@ -20,7 +20,12 @@ from policy.fields.config_fields import UnsupportedModel
 from policy.fields.stored_names import renamed
 from policy.huggingface import quantized
 from policy.huggingface.quantized import Scheme
-from policy.huggingface.tensorfiles import ModelFileError, TensorFiles, refuse_lfs_pointer
+from policy.huggingface.tensorfiles import (
+    ADAPTER,
+    ModelFileError,
+    TensorFiles,
+    refuse_lfs_pointer,
+)
 
 _LOG = logging.getLogger("duet.model")
 _ROWS = 4096  # of head and embedding that are compared at once
@@ -117,24 +122,85 @@ def read_object(path: Path) -> dict:
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 
 
-def _refuse_adapter(directory: Path) -> None:
-    """Raises UnsupportedModel for a directory with an adapter, next to a model or alone: the model
-    without it is another one."""
-    held = [name for name in ADAPTER_FILES if (directory / name).exists()]
-    if not held:
-        return
-    where = "next to a model" if (directory / "config.json").exists() else "and no model"
-    merge = "PeftModel.from_pretrained(model, 'ADAPTER').merge_and_unload().save_pretrained('OUT')"
-    raise UnsupportedModel(
-        f"{directory}: {held[0]}: an adapter {where}, which Duet does not apply. Merge it into "
-        "its model with peft, "
-        f"{merge}, and name OUT; or move {held[0]} away to take the model without it"
-    )
+def has_adapter(directory: str | os.PathLike) -> bool:
+    """Tells whether a directory holds an adapter, next to a model or alone."""
+    return any((Path(directory) / name).exists() for name in ADAPTER_FILES)
+
+
+def is_model(directory: str | os.PathLike) -> bool:
+    """Tells whether a directory holds a model, or an adapter that names one."""
+    return any((Path(directory) / name).is_file() for name in ("config.json", ADAPTER_FILES[0]))
+
+
+def base_of(directory: str | os.PathLike) -> Path:
+    """Returns the directory of the weights of a model: of an adapter, that of its base.
+
+    The base is in the directory of the adapter, or where its `base_model_name_or_path` says: a
+    directory, also one relative to that of the adapter, or a model of the hub in the local cache.
+    Raises ModelFileError if there is none.
+    """
+    directory = Path(directory)
+    if not has_adapter(directory) or _has_weights(directory):
+        return directory
+    file = directory / ADAPTER_FILES[0]
+    hf = read_object(file)
+    name = str(hf.get("base_model_name_or_path") or "")
+    if not name:
+        raise ModelFileError(
+            f"{file}: base_model_name_or_path names no base of the adapter; set it to the directory "
+            "or the hub name of the model that it was trained over"
+        )
+    places = (directory / name, Path(name))
+    base = next((place for place in places if place.is_dir()), None)
+    if base is None:
+        base = _in_cache(name, hf.get("revision"))
+    if base is not None and has_adapter(base):
+        raise ModelFileError(
+            f"{file}: the base {base} holds an adapter too; merge that one into its weights first"
+        )
+    if base is None or not (base / "config.json").is_file():
+        raise ModelFileError(
+            f"{file}: base_model_name_or_path: {name} is no directory of a model here, from "
+            f"{directory} or from {Path.cwd()}, and not in the cache of the hub; set it to the directory of the "
+            f"base, or run `hf download {name}`"
+        )
+    return base
+
+
+def _has_weights(directory: Path) -> bool:
+    """Tells whether a directory has a configuration and weights besides those of an adapter."""
+    files = (file.name for file in directory.glob("*.safetensors"))
+    return (directory / "config.json").exists() and any(name != ADAPTER for name in files)
+
+
+def base_name(directory: str | os.PathLike) -> str | None:
+    """Returns what a directory with an adapter alone names as its base, `org/name@revision` with a
+    revision; None for another directory."""
+    directory = Path(directory)
+    file = directory / ADAPTER_FILES[0]
+    if not file.is_file() or _has_weights(directory):
+        return None
+    hf = read_object(file)
+    name = str(hf.get("base_model_name_or_path") or "")
+    revision = hf.get("revision")
+    return f"{name}@{revision}" if name and revision else name
+
+
+def _in_cache(name: str, revision: object) -> Path | None:
+    """Returns the directory of a model of the hub in the local cache, or None."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    cache = str(constants.HF_HUB_CACHE)
+    chosen = revision if isinstance(revision, str) else None
+    try:
+        file = try_to_load_from_cache(name, "config.json", cache, chosen)
+    except ValueError:  # no name of a repository
+        return None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def _read_json(directory: str | os.PathLike) -> dict:
-    path = Path(directory) / "config.json"
-    _refuse_adapter(path.parent)
+    path = base_of(directory) / "config.json"
     if not path.exists():
         raise ModelFileError(
             f"{path}: no such file; a model directory holds config.json and *.safetensors"
@@ -174,7 +240,8 @@ def read_config(
     directory: str | os.PathLike, sections: dict | None = None, *, media: bool = False
 ) -> DecoderConfig:
     """Reads the decoder of a model directory; `sections` (policy/fields/extensions.py) replace
-    sections of its config.json. `media`: with its towers."""
+    sections of its config.json. `media`: with its towers. Of an adapter it is that of its base."""
+    directory = base_of(directory)
     hf = read_hf(directory)
     if sections:
         hf[extensions.KEY] = hf.get(extensions.KEY, {}) | sections
@@ -266,6 +333,8 @@ def classifier(directory: str | os.PathLike) -> DecoderConfig:
     several labels."""
     hf = read_hf(directory)
     labels = len(hf.get("id2label") or range(hf.get("num_labels") or 2))
+    if base_of(directory) != Path(directory) and "id2label" not in hf:
+        labels = 1  # the base of an adapter has no labels; the score of the adapter says how many
     if labels != 1:
         raise UnsupportedModel(
             f"{Path(directory) / 'config.json'}: a model of {labels} labels; a reward model has "

@@ -36,8 +36,9 @@ class ModelFiles:
         self.directory = directory
         try:
             self.positions = models.positions_of(sources.read_config(directory))
-            self.tokenizer = load_tokenizer(directory)
-            self.stop_ids = stop_ids(self.tokenizer, directory)
+            texts = models.text_directory(directory)
+            self.tokenizer = load_tokenizer(texts)
+            self.stop_ids = stop_ids(self.tokenizer, texts)
         except ValueError as error:
             raise ModelError(f"{directory}: {error}") from None
 
@@ -45,7 +46,7 @@ class ModelFiles:
         """Returns what reads pictures and sounds; None if the model has no towers."""
         from rl.data.media import processors_of
 
-        return processors_of(self.directory, tokenizer)
+        return processors_of(models.text_directory(self.directory), tokenizer)
 
     def load(self, dtype: Dtype, *, media: bool = False) -> Model:
         """Reads the weights. `media`: with the towers of pictures and sounds. Raises ModelError."""
@@ -318,6 +319,7 @@ def _source(name: str, step: str | None) -> ModelFiles | CheckpointWeights:
 
     Raises ModelError if there are none, ConfigError for a step of what is no run.
     """
+    from policy.huggingface import sources
     from rl.config.files import RESOLVED
 
     run = Path(name)
@@ -325,14 +327,14 @@ def _source(name: str, step: str | None) -> ModelFiles | CheckpointWeights:
     is_run = (run / RESOLVED).is_file()
     if step is not None and not is_run:
         raise ConfigError(f"--step {step}: {name} is no folder of a run, which has a {RESOLVED}")
-    if step is None and (exported / "config.json").is_file():
+    if step is None and sources.is_model(exported):
         return ModelFiles(exported)
-    if is_run and not (run / "config.json").is_file():
+    if is_run and not sources.is_model(run):
         from rl.run.unfinished.weights import CheckpointWeights
 
         return CheckpointWeights(run, step)
     directory = models.directory(name, weights=True)
-    if directory is None or not (directory / "config.json").is_file():
+    if directory is None or not sources.is_model(directory):
         raise ModelError(
             f"{name}: no config.json there{nearest_path(name)}; name a Hugging Face directory, "
             "the folder of a run, or a model on the Hugging Face hub as org/name"

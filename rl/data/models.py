@@ -38,7 +38,7 @@ VOCABULARY_FILES = (
 )
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 CONFIGURATION = (
-    *("config.json", "generation_config.json", *TOKENIZER_FILES),
+    *("config.json", "adapter_config.json", "generation_config.json", *TOKENIZER_FILES),
     *(*VOCABULARY_FILES, *TEMPLATE_FILES, *PROCESSOR_FILES),
 )
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -55,15 +55,51 @@ Part = Literal["model", "reward model", "tokenizer"]
 
 def directory(source: str, *, weights: bool = False, part: Part = "model") -> Path | None:
     """Returns the directory of a model or tokenizer, or None for a name without files, such as a
-    preset.
+    preset. That of an adapter stands for the adapter over its base.
 
     For a repository on the hub, downloads configuration and tokenizer to the cache of
     huggingface_hub, with `weights` also safetensors. Other formats of weights are never read, since
     they are pickles. Raises ModelError for a repository that the hub or the cache does not have,
     ResourceError if the cache has no room.
     """
-    if Path(source).is_dir():
-        return Path(source)
+    result = Path(source) if Path(source).is_dir() else _on_hub(source, weights, part)
+    if result is not None and part != "tokenizer":
+        _fetch_base(result, weights, part)
+    return result
+
+
+def _fetch_base(adapter: Path, weights: bool, part: Part) -> None:
+    """Downloads what is not here of the base of an adapter, if it is a model of the hub."""
+    from policy.huggingface import sources
+
+    try:
+        name = sources.base_name(adapter)
+    except ValueError as error:
+        raise ModelError(f"{part} {adapter}: {error}") from None
+    if name and not any(place.is_dir() for place in (adapter / name, Path(name))):
+        try:
+            _on_hub(name, weights, part)
+        except ModelError as error:
+            raise ModelError(f"{part} {adapter}: the base of the adapter: {error}") from None
+
+
+def text_directory(model: Path) -> Path:
+    """Returns the directory of the tokenizer of a model: of an adapter without one, its base.
+    Raises ModelError for an adapter without a base."""
+    from policy.huggingface import sources
+
+    if any((model / name).is_file() for name in TOKENIZER_FILES):
+        return model
+    try:
+        return sources.base_of(model)
+    except ValueError as error:
+        raise ModelError(f"model {model}: {error}") from None
+
+
+def _on_hub(source: str, weights: bool, part: Part) -> Path | None:
+    """Returns the directory of a repository on the hub as `directory`; None for other names."""
+    from policy.huggingface import sources
+
     repository = hub_name(source)
     if repository is None:
         return None
@@ -79,7 +115,7 @@ def directory(source: str, *, weights: bool = False, part: Part = "model") -> Pa
                 "to another folder"
             ) from None
         raise ModelError(f"{part} {source}: {_unreachable(repository, cache, error)}") from None
-    if part != "tokenizer" and not (snapshot / "config.json").is_file():
+    if part != "tokenizer" and not sources.is_model(snapshot):
         raise ModelError(
             f"{part} {source}: {snapshot} holds no config.json; {_download(repository)}"
         )
@@ -122,7 +158,7 @@ def check_files(source: str, sections: dict | None = None) -> None:
     try:
         sources.read_config(local, sections)
         if Path(source).is_dir():
-            TensorFiles(local)
+            TensorFiles(sources.base_of(local))
     except ValueError as error:
         raise ModelError(f"model {source}: {error}") from None
 

@@ -34,10 +34,10 @@ def directory_of(options: TeacherOptions, *, weights: bool = False) -> Path | No
     if options.source in sources.presets():
         return None
     directory = Path(options.source)
-    if (directory / "export" / "config.json").is_file():
+    if sources.is_model(directory / "export"):
         return directory / "export"
     result = models.directory(options.source, weights=weights)
-    if result is None or not (result / "config.json").is_file():
+    if result is None or not sources.is_model(result):
         raise ModelError(
             f"teacher {options.source}: no directory with a config.json, no finished run and no "
             f"file of that name in configs/models/{nearest_path(options.source)}; train the "

@@ -32,7 +32,7 @@ def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
     Raises ConfigError for a tokenizer that cannot be used, ModelError for a name on the hub, and
     for files of the model, that cannot be read.
     """
-    directory = models.directory(config.model.source)
+    directory = _of_model(config)
     try:
         options = config.tokenizer or TokenizerOptions()
         template = options.chat_template or ChatTemplateOptions()
@@ -61,6 +61,19 @@ def read_tokenizer(config: RunConfig) -> tuple[Any, tuple[int, ...]]:
             )  # transformers reads config.json, too
             raise ModelError(f"model {config.model.source}: {error}") from None
         raise ConfigError(f"tokenizer: {error}") from None
+
+
+def _of_model(config: RunConfig) -> Path | None:
+    """Returns the directory of the tokenizer of the model; None for a preset."""
+    directory = models.directory(config.model.source)
+    return None if directory is None else models.text_directory(directory)
+
+
+def _directory(config: RunConfig, options: TokenizerOptions) -> Path | None:
+    """Returns the directory of the tokenizer of the run; None if it has none."""
+    if options.source is None:
+        return _of_model(config)
+    return models.directory(options.source, part="tokenizer")
 
 
 def _with_template_options(tokenizer: Any, options: TokenizerOptions) -> Any:
@@ -95,7 +108,7 @@ def reads_date(config: RunConfig) -> bool:
     elif options.source in BUILT_IN:
         return False
     else:
-        directory = models.directory(options.source or config.model.source, part="tokenizer")
+        directory = _directory(config, options)
         files = (
             []
             if directory is None
@@ -125,7 +138,7 @@ def write_tokenizer(config: RunConfig, tokenizer: Tokenizer, directory: Path) ->
     source = None
     if options.source not in BUILT_IN:
         with contextlib.suppress(ModelError):
-            source = models.directory(options.source or config.model.source, part="tokenizer")
+            source = _directory(config, options)
     if source is None or not (source / _CONFIG).is_file():
         tokenizer.save_pretrained(str(directory))
         _as_transformers_4(directory / _CONFIG)

@@ -197,7 +197,7 @@ def _model(config: RunConfig) -> Iterator[Fault]:
         yield Fault(
             f"no directory {source}, and no model of that name in configs/models/{hint}", key=path
         )
-    elif not on_hub and not (directory / "config.json").is_file():
+    elif not on_hub and not sources.is_model(directory):
         yield Fault(
             f"{source} holds no config.json, so it is no Hugging Face model directory", key=path
         )
@@ -551,7 +551,7 @@ def _reward_model_directory(config: RunConfig, source: str, trained: list[str]) 
         directory = models.directory(source, part="reward model")
     except DuetError:
         return  # `load` raises it
-    if directory is None or not (directory / "config.json").is_file():
+    if directory is None or not sources.is_model(directory):
         yield f"no directory {source} with a config.json{nearest_path(source)}{stages}"
         return
     try:

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file, save_file
 import policy
 from policy import families
 from policy.fields.config_fields import UnsupportedModel
-from policy.huggingface import sources
 from policy.huggingface.tensorfiles import INDEX, SINGLE, ModelFileError
 from rl.data import models
 from rl.errors import ModelError
@@ -108,17 +107,6 @@ def test_pickles_are_never_read(directory, name):
     (directory / SINGLE).rename(directory / name)
     with pytest.raises(ModelFileError, match=f"{name} is a pickle.*save_pretrained"):
         policy.load(directory)
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_an_adapter_is_refused(directory, alone):
-    (directory / "adapter_config.json").write_text("{}")
-    if alone:
-        (directory / "config.json").unlink()
-    with pytest.raises(
-        UnsupportedModel, match="an adapter (and no model|next to a model).*merge_and_unload"
-    ):
-        sources.read_config(directory)
 
 
 def test_names_without_the_first_word_are_read(directory, saved):

@@ -67,20 +67,26 @@ def merged_trunk(graph: Graph, spec: AdapterSpec, params: Mapping[str, Any]) -> 
     result = {path: params[path] for path in graph.paths}
     changes = {}
     for path in adapted:
-        weight = params[path]
-        if isinstance(weight, qwix.QArray):
-            weight = dequantised(weight)
-        sum_, change = _merge(
-            weight,
-            params[f"{path}{LORA_A}"],
-            params[f"{path}{LORA_B}"],
-            params.get(f"{path}{MAGNITUDE}") if spec.dora else None,
-            graph.product_dims(path),
-            spec.scale,
-        )
-        result[path] = sum_.astype(graph.shapes[path].dtype)
-        changes[path] = float(change)
+        result[path], changes[path] = merged_weight(graph, spec, path, params[path], params)
     return Merged(result, changes)
+
+
+def merged_weight(
+    graph: Graph, spec: AdapterSpec, path: str, weight: Any, adapter: Mapping[str, Any]
+) -> tuple[jax.Array, float]:
+    """Returns the weight at `path` with its adapter, whose arrays are in `adapter` by path, in the
+    type of the weights of `graph`, and |change| / |W|."""
+    if isinstance(weight, qwix.QArray):
+        weight = dequantised(weight)
+    total, change = _merge(
+        weight,
+        adapter[f"{path}{LORA_A}"],
+        adapter[f"{path}{LORA_B}"],
+        adapter.get(f"{path}{MAGNITUDE}") if spec.dora else None,
+        graph.product_dims(path),
+        spec.scale,
+    )
+    return total.astype(graph.shapes[path].dtype), float(change)
 
 
 def _merge(weight, a, b, lengths, dims: MatrixDims, scale: float):

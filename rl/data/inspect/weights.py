@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import rl.algorithms
+from policy.huggingface import sources
 from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
 from rewards.registry import REWARD_MODEL
 from rl.config.run import RunConfig
@@ -76,7 +77,7 @@ def _with_weights(source: str, part: models.Part = "model") -> str | None:
     if (directory := models.directory(source, part=part)) is None:
         return None
     try:
-        TensorFiles(directory)
+        TensorFiles(sources.base_of(directory))
     except ModelFileError:
         return None
     return str(directory)

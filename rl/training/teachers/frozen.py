@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from policy.fields.config_fields import UnsupportedModel
-from policy.huggingface import model_directory
 from policy.huggingface.tensorfiles import ModelFileError
+from policy.huggingface.weights import read_weights
 from policy.mesh.sharding import block_on_cpu_mesh
 from policy.model import Graph
 from rl.errors import ModelError
@@ -39,7 +39,7 @@ class FrozenModel:
             params = self.graph.init(self.seed)
         else:
             try:
-                params, _ = model_directory.read_weights(self.directory, self.graph)
+                params = read_weights(self.directory, self.graph).params
             except (ModelFileError, UnsupportedModel) as error:
                 raise ModelError(f"teacher {self.directory}: {error}") from None
         return block_on_cpu_mesh(params, self.graph.layout)
