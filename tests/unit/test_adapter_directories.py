@@ -26,7 +26,7 @@ ROW = tokens(1, 9)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A base and an adapter beside it, and the model that they are."""
+    """A base and an adapter together it, and the model that they are."""
     folder = tmp_path_factory.mktemp("llama")
     base = random_model(families.read(short("Llama")))
     model = adapted.with_adapter(base)
@@ -57,10 +57,10 @@ def test_an_adapter_is_read_over_its_base(made, folder, monkeypatch):
     assert loaded.source == str(folder / "adapter" / ".." / "base")
     named(folder, str(folder / "base"))
     np.testing.assert_allclose(policy.load(folder / "adapter").logits(ROW), expected, atol=2e-5)
-    beside = shutil.copytree(folder / "base", folder / "beside")
+    together = shutil.copytree(folder / "base", folder / "together")
     for file in (folder / "adapter").iterdir():
-        shutil.copy(file, beside)
-    np.testing.assert_allclose(policy.load(beside).logits(ROW), expected, atol=2e-5)
+        shutil.copy(file, together)
+    np.testing.assert_allclose(policy.load(together).logits(ROW), expected, atol=2e-5)
 
 
 def test_an_adapter_is_merged_before_weights_are_stored_in_few_bits(made, folder):
