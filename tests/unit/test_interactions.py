@@ -11,6 +11,7 @@ import pytest
 
 import policy
 from policy import compatibility, families
+from policy.adapter_spec import AdapterSpec
 from policy.cache.media import Media
 from policy.config import Runtime
 from policy.fields import extensions
@@ -62,6 +63,7 @@ ON = {
     ),
     compatibility.FEW_BITS: ({"quantization": "int8"}, {}, {"quantization": "int8"}),
     compatibility.WEIGHTS_AWAY: ({"host_parameters": True}, {}, {"host_parameters": True}),
+    compatibility.ADAPTER: ({"adapter": {}}, {}, {"adapter": AdapterSpec()}),
     compatibility.KEPT_AWAY: ({"remat": "qkv_proj_offloaded"}, {}, {"remat": "qkv_proj_offloaded"}),
 }
 
