@@ -120,6 +120,19 @@ def test_an_update_has_the_gradient_that_follows_from_the_merged_weights(name):
         assert of_factors.keys() <= Adapters(graph).sizes.keys() and len(of_factors) >= 14
 
 
+def test_factors_of_each_expert_have_the_gradient_that_follows_from_its_merged_weights():
+    model = with_adapter(learners.experts(), AdapterSpec(rank=RANK, expert_rank=2), size=0.1)
+    options = learners.stage(STAGES["grpo"], **UNCLIPPED)
+    data = learners.batch()
+    ours, theirs = (learners.begin(each, options) for each in (model, merged(model)))
+    ours, theirs = (trainer.update(state, data)[0] for trainer, state in (ours, theirs))
+    result = gradient(ours.policy)
+    expected = factor_gradients(model, gradient(theirs.policy))
+    assert result.keys() == expected.keys()
+    assert sum(array.shape[1] == 8 for array in expected.values() if array.ndim == 4) == 6
+    close(result, expected)
+
+
 @pytest.mark.parametrize("name", ["grpo", "ppo", "reward_model"])
 def test_updates_move_the_adapter_and_leave_the_very_arrays_of_the_base(name):
     trainer, state = learners.begin(new(), learners.stage(STAGES[name], **UNCLIPPED))
@@ -198,11 +211,17 @@ def test_a_reward_model_is_written_with_its_adapter_merged(tmp_path, model):
 OPTIMIZERS = ("adamw", "muon", "lion", "sgd", "adafactor")
 
 
+@functools.cache
+def of_experts():
+    """The arrays of DoRA for layers with experts."""
+    model = with_adapter(learners.experts(), AdapterSpec(rank=RANK, expert_rank=2, dora=True))
+    return Adapters(model.graph)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_step_adapters_of_layers_and_experts(name):
-    model = with_adapter(learners.experts(), AdapterSpec(rank=RANK, expert_rank=2, dora=True))
-    adapters = Adapters(model.graph)
-    axes = WeightAxes(adapters.axes, adapters.matrices, model.graph.layout)
+    adapters = of_experts()
+    axes = WeightAxes(adapters.axes, adapters.matrices, adapters.trunk.layout)
     rng = np.random.default_rng(0)
     grads = {
         path: jnp.asarray(rng.normal(size=a), jnp.float32) for path, a in adapters.sizes.items()
