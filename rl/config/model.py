@@ -71,6 +71,19 @@ class AdapterOptions(Section):
         "have an adapter, then follow from it; null: a new adapter",
     )
 
+    @model_validator(mode="after")
+    def _of_the_source(self):
+        named = [
+            name
+            for name, declared in type(self).model_fields.items()
+            if name not in ("source", "dtype") and getattr(self, name) != declared.default
+        ]
+        if self.source is not None and named:
+            raise ValueError(
+                f"`source` says what {', '.join(named)} is; leave out {', '.join(named)}, or source"
+            )
+        return self
+
     @property
     def spec(self) -> AdapterSpec:
         """Returns the adapter as data; the weights of the model that it names are not known yet."""

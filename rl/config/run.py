@@ -119,6 +119,23 @@ class ProfileOptions(Strict):
         return self
 
 
+class ExportOptions(Strict):
+    """What `export/` of a run holds whose last stage trains an adapter; see adapters.md."""
+
+    adapter: bool = Field(default=True, description="the adapter in the form of peft")
+    merged: bool = Field(
+        default=False,
+        description="the model with the adapter merged into its weights; in merged/ of "
+        "the export if that has the adapter too",
+    )
+
+    @model_validator(mode="after")
+    def _something(self):
+        if not (self.adapter or self.merged):
+            raise ValueError("nothing would be exported: set `adapter` or `merged` to true")
+        return self
+
+
 @fields_of(
     rollout.types.GeneratorOptions, leave_out=("record_routes", "record_values", "record_kept")
 )
@@ -215,6 +232,9 @@ class RunConfig(Strict):
     )
     evaluation: EvaluationOptions | None = Field(
         default=None, description="accuracy on held-out problems; null: none"
+    )
+    export: ExportOptions = Field(
+        default=ExportOptions(), description="the final weights of a run with an adapter"
     )
     stages: list[StageOptions] = Field(
         min_length=1, description="one after the other, each from the weights of the one before"

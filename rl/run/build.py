@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from policy.execution.encoding import MediaEncoder
 from policy.experts import expert_parallel
 from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface import sources
-from policy.huggingface.peft.targets import TargetError, resolved
 from policy.huggingface.tensorfiles import ModelFileError
+from policy.huggingface.weights import read_weights
 from policy.layers import batch_split
 from policy.layers.engram import set_classes
 from policy.media import Kind
@@ -221,6 +221,23 @@ def model(
     return made
 
 
+def base_weights(config: RunConfig, graph: Graph, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns the weights under the adapter of a run on the mesh of `graph`. Raises ModelError if
+    they cannot be read."""
+    options = config.model
+    directory = base.directory_of(config)
+    if directory is None:
+        params = graph.init(config.seed)
+        classes = decoder_of(options, tokenizer)[1]
+        return params if classes is None else set_classes(params, classes)
+    part = options.multi_token_prediction
+    missing = part.missing if part else "refuse"
+    try:
+        return read_weights(directory, graph, missing=missing, seed=config.seed).params
+    except (ModelFileError, UnsupportedModel) as error:
+        raise ModelError(f"model {directory}: {error}") from None
+
+
 def on_mesh(config: RunConfig, devices: Sequence[object] | None = None) -> Layout:
     """Returns the mesh of the configuration over `devices`, by default the devices of all
     processes.
@@ -267,15 +284,9 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
 
 
 def policy_graph(config: RunConfig, decoder: DecoderConfig, mesh: Layout) -> Graph:
-    """Returns the graph of the policy, whose adapter knows the weights that it adapts. Raises
-    ConfigError for names that no weight has."""
-    graph = Graph(decoder, config.runtime, mesh)
-    if config.runtime.adapter is None:
-        return graph
-    try:
-        return graph.with_runtime(adapter=resolved(graph, config.runtime.adapter))
-    except TargetError as error:
-        raise ConfigError(f"model.adapter.{error}") from None
+    """Returns the graph of the policy, as `adapters.with_adapter` does. Raises ConfigError or
+    ModelError."""
+    return adapters.with_adapter(Graph(decoder, config.runtime, mesh), config.model)
 
 
 def check_frozen(config: RunConfig) -> None:

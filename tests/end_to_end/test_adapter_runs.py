@@ -6,7 +6,14 @@ import shutil
 from pathlib import Path
 
 import launch
+import numpy as np
 import pytest
+import yaml
+from safetensors.numpy import load_file
+
+import policy
+from policy.adapters.learning import is_adapter
+from rl.run.unfinished.weights import CheckpointWeights
 
 STEP = {"sampling": {"max_new_tokens": 6}, "optimizer": {"learning_rate": 1e-2}}
 STAGES = [
@@ -24,6 +31,7 @@ GIVEN = (
     "run.checkpoint_every=1",
     "run.keep_checkpoints=9",
     "model.adapter={rank: 2}",
+    "export.merged=true",
     f"stages={json.dumps(STAGES)}",
 )
 
@@ -44,7 +52,7 @@ def assert_same(one: Path, other: Path) -> None:
     """Every number, sample and weight, bit by bit."""
     assert launch.numbers(one) == launch.numbers(other)
     assert launch.samples(one) == launch.samples(other)
-    for folder in ("base", "export"):
+    for folder in ("base", "export", "export/merged"):
         assert tensors(one / folder) == tensors(other / folder) != {}
 
 
@@ -91,6 +99,45 @@ def test_a_run_over_another_base_stops(adapter_run, tmp_path, capsys):
     shutil.rmtree(directory / "base")
     assert launch.train(directory, *GIVEN) == 4
     assert f"{directory / 'base'}: no config.json there" in capsys.readouterr().err
+
+
+def test_the_export_is_an_adapter_of_peft_over_the_base_of_the_run(adapter_run):
+    """The adapter over its base, the merged model, and the newest checkpoint are one policy."""
+    export = adapter_run / "export"
+    config = json.loads((export / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "../base" and config["r"] == 2
+    assert not (export / "config.json").exists() and (export / "tokenizer.json").exists()
+    assert "base/ of the run, with an adapter" in (export / "merged" / "README.md").read_text()
+    row = np.arange(1, 13)[None] % 16
+    base = policy.load(adapter_run / "base").logits(row)
+    adapted = policy.load(export).logits(row)
+    assert np.abs(adapted - base).max() > 0.1
+    merged = policy.load(export / "merged").logits(row)
+    checkpoint = CheckpointWeights(adapter_run).load("float32")
+    np.testing.assert_allclose(merged, adapted, atol=1e-5)
+    np.testing.assert_allclose(checkpoint.logits(row), adapted, atol=1e-5)
+    assert any(map(is_adapter, checkpoint.params))
+
+
+def test_a_run_starts_from_an_exported_adapter(adapter_run, tmp_path):
+    """Its rate is so small that it leaves the adapter as it was."""
+    directory = tmp_path / "run"
+    export = adapter_run / "export"
+    stage = {**STAGES[0], "trains": "adapter", "optimizer": {"learning_rate": 1e-12}}
+    config = yaml.safe_load(launch.SMALL.read_text())
+    config["model"] = {"source": str(adapter_run / "base"), "adapter": {"source": str(export)}}
+    config |= {"stages": [stage], "run": {"dir": str(directory)}, "evaluation": None}
+    file = tmp_path / "run.yml"
+    file.write_text(yaml.safe_dump(config))
+    assert launch.cli.train_main([str(file)]) == 0
+    before = load_file(export / "adapter_model.safetensors")
+    after = load_file(directory / "export" / "adapter_model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        np.testing.assert_allclose(after[name], tensor, atol=1e-9)
+    written = json.loads((directory / "export" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(adapter_run / "base")
+    assert (written["r"], written["lora_alpha"]) == (2, 32) and not (directory / "base").exists()
 
 
 @pytest.mark.slow

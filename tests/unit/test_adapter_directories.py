@@ -26,7 +26,7 @@ ROW = tokens(1, 9)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A base and an adapter together it, and the model that they are."""
+    """A base and an adapter over it, and the model that they are."""
     folder = tmp_path_factory.mktemp("llama")
     base = random_model(families.read(short("Llama")))
     model = adapted.with_adapter(base)

@@ -1,15 +1,50 @@
-"""The adapter of a run: where it begins, over which weights."""
+"""The adapter of a run: what it is, where it begins, over which weights."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import qwix
+
 from policy.adapters.learning import Adapters, is_adapter
-from policy.model import Model
+from policy.huggingface.peft.reader import Adapter, read_adapter
+from policy.huggingface.peft.targets import TargetError, resolved
+from policy.huggingface.tensorfiles import ModelFileError
+from policy.mesh import processes
+from policy.model import Graph, Model
+from policy.ops.quantization import dequantised
+from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
+from rl.data import models
+from rl.errors import ConfigError, ModelError
 
 
 def trains_adapter(config: RunConfig, stage: int) -> bool:
     """Whether the stage with this number trains the adapter of the run."""
     return config.model.adapter is not None and config.stages[stage].trains != "weights"
+
+
+def with_adapter(graph: Graph, options: ModelOptions) -> Graph:
+    """Returns the graph of a policy, whose adapter knows the weights that it adapts; itself for a
+    model without one.
+
+    Raises ConfigError for names that no weight has, ModelError for an adapter that cannot be read.
+    """
+    if options.adapter is None:
+        return graph
+    if options.adapter.source is not None:
+        stored = _stored(options.adapter.source, graph, _Weights(graph, _ones(graph)))
+        spec = replace(stored.spec, dtype=options.adapter.dtype)
+    else:
+        spec = options.adapter.spec
+    try:
+        return graph.with_runtime(adapter=resolved(graph, spec))
+    except TargetError as error:
+        raise ConfigError(f"model.adapter.{error}") from None
 
 
 def has_adapter(model: Model) -> bool:
@@ -18,6 +53,55 @@ def has_adapter(model: Model) -> bool:
 
 
 def begin(model: Model, config: RunConfig) -> None:
-    """Gives the model its adapter, over its present weights."""
+    """Gives the model its adapter, over its present weights: a new one, or that of
+    `model.adapter.source`. Raises ModelError if that cannot be read."""
     adapters = Adapters(model.graph)
-    model.params = {**model.params, **adapters.init(model.params, config.seed)}
+    options = config.model.adapter
+    assert options is not None  # the stage trains it
+    if options.source is None:
+        arrays = adapters.init(model.params, config.seed)
+    else:
+        weights = _Weights(model.graph, lambda path: _on_host(model.params[path]))
+        stored = _stored(options.source, model.graph, weights).params
+        arrays = {
+            path: processes.device_put_global(
+                stored[path].astype(adapters.spec.dtype), adapters.shardings[path]
+            )
+            for path in adapters.sizes
+        }
+    model.params = {**model.params, **arrays}
+
+
+class _Weights(Mapping[str, np.ndarray]):
+    """The weights of a graph on the host, each when it is asked for."""
+
+    def __init__(self, graph: Graph, read: Callable[[str], np.ndarray]):
+        self._graph = graph
+        self._read = read
+
+    def __getitem__(self, path: str) -> np.ndarray:
+        return self._read(path)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._graph.paths)
+
+    def __len__(self) -> int:
+        return len(self._graph.paths)
+
+
+def _ones(graph: Graph) -> Callable[[str], np.ndarray]:
+    """Returns what stands for the weights where the description of an adapter is read alone."""
+    return lambda path: np.broadcast_to(np.float32(1), graph.shapes[path].shape)
+
+
+def _on_host(weight: Any) -> np.ndarray:
+    return processes.on_host(dequantised(weight) if isinstance(weight, qwix.QArray) else weight)
+
+
+def _stored(source: str, graph: Graph, weights: Mapping[str, np.ndarray]) -> Adapter:
+    """Reads the adapter of a run from its directory, or from a repository of the hub."""
+    directory = models.directory(source, weights=True) or Path(source)
+    try:
+        return read_adapter(directory, graph, weights)
+    except ModelFileError as error:
+        raise ModelError(f"model.adapter.source: {error}") from None

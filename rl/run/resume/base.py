@@ -8,6 +8,7 @@ goes on compares the base that it finds.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -15,20 +16,17 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from policy.huggingface import sources
 from policy.model import Graph
 from rl.cluster.launch import on_first
 from rl.config.run import RunConfig
-from rl.data import models
 from rl.errors import ModelError
 from rl.run.folder import RunFolder
 from rl.run.manifest import file_hash
-from rl.run.resume.adapters import trains_adapter
-from rl.stages import kind_of
 from rl.stages.context import Context
+from rl.stages.export.base import FOLDER, directory_of, is_trained
 from rl.stages.export.policy import write_model
 
-FOLDER = "base"
-"""Of a run: the weights that its stages trained before the adapter."""
 HASHES = "base.json"
 """Of a run: hashes of the files of the base, with the sizes and times that they were of."""
 KEY = "base"
@@ -50,30 +48,6 @@ class BaseIdentity:
     dtype: str
     base_weights: str | None
     adapter: str
-
-
-def is_trained(config: RunConfig) -> bool:
-    """Whether stages train the weights of the policy before the first one that trains an adapter."""
-    for stage, options in enumerate(config.stages):
-        if trains_adapter(config, stage):
-            return False
-        if kind_of(options).trains_policy:
-            return True
-    return False
-
-
-def directory_of(config: RunConfig) -> Path | None:
-    """Returns the directory of the base; None if its weights are random. Raises ModelError if it is
-    gone."""
-    if not is_trained(config):
-        return models.directory(config.model.source, weights=True)
-    directory = config.directory / FOLDER
-    if not (directory / "config.json").is_file():
-        raise ModelError(
-            f"{directory}: no config.json there; the run keeps in this folder the weights that its "
-            "adapter was trained over. Restore the folder, or start a new run in another run.dir"
-        )
-    return directory
 
 
 def write(context: Context, folder: RunFolder) -> None:
@@ -110,16 +84,17 @@ def identity(config: RunConfig, graph: Graph) -> BaseIdentity:
     return BaseIdentity(**on_first(lambda: asdict(on_one())))
 
 
-def check(config: RunConfig, graph: Graph, host: Mapping) -> None:
+def check(config: RunConfig, graph: Graph, host: Mapping, *, files_only: bool = False) -> None:
     """Raises ModelError if the base is another one than that of the checkpoint with this
-    host.json."""
+    host.json. files_only: for a graph with another dtype."""
     if KEY not in host:
         return
     saved = BaseIdentity(**host[KEY])
     present = identity(config, graph)
+    names = ("sha256",) if files_only else ("sha256", "dtype", "base_weights", "adapter")
     differing = [
         f"{name}: {before} there, {now} here"
-        for name in ("sha256", "dtype", "base_weights", "adapter")
+        for name in names
         if (before := getattr(saved, name)) != (now := getattr(present, name))
     ]
     if differing:
@@ -133,23 +108,25 @@ def check(config: RunConfig, graph: Graph, host: Mapping) -> None:
 def _digest(directory: Path, cache: Path) -> str:
     """Returns the SHA-256 of names and hashes of the files of a model. cache: the file that keeps
     the hashes."""
-    files = sorted(each for name in _FILES for each in directory.glob(name))
+    folders = dict.fromkeys((directory, sources.base_of(directory)))
+    files = [each for folder in folders for name in _FILES for each in sorted(folder.glob(name))]
     known = _known(cache)
     hashes = {}
     try:
         for file in files:
             status = file.stat()
-            stamp = [str(file.resolve()), status.st_size, status.st_mtime_ns]
-            entry = known.get(file.name)
+            stamp = [status.st_size, status.st_mtime_ns]
+            entry = known.get(str(file))
             is_known = entry is not None and entry[:-1] == stamp
-            hashes[file.name] = entry if is_known else [*stamp, file_hash(file, sync=True)]
+            hashes[str(file)] = entry if is_known else [*stamp, file_hash(file, sync=True)]
     except OSError as error:
         raise ModelError(f"{directory}: {error}") from None
     if hashes != known:
-        temporary = cache.with_suffix(".tmp")
-        temporary.write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(cache)
-    lines = [f"{name} {entry[-1]}" for name, entry in hashes.items()]
+        with contextlib.suppress(OSError):  # it saves time alone
+            temporary = cache.with_suffix(".tmp")
+            temporary.write_text(json.dumps(hashes, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(cache)
+    lines = [f"{Path(name).name} {entry[-1]}" for name, entry in hashes.items()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -1,7 +1,7 @@
 """Compares a configuration with that of the run which it continues. Free of jax.
 
 Keys of `rl.config.changes.changeable` may differ: they hold from the next step on, and `changes`
-lists what held before. Other keys under `run`, and `profile`, change what is kept and shown. All
+lists what held before. Other keys under `run`, `profile` and `export` change what is kept and shown. All
 other keys must be the same.
 """
 
@@ -39,7 +39,7 @@ UNCHOSEN = {"remat": AUTO, "kept_logits_mib": None}
 """Keys of `model` that the run chooses when it first starts, with their values before."""
 
 # Keys that may differ when a run is continued: they change what is kept and shown, and no number.
-_FREE = ("run", "profile", "changes")
+_FREE = ("run", "profile", "changes", "export")
 
 
 @serialization.register_type

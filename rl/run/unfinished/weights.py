@@ -3,15 +3,17 @@ arrays: neither moments, nor a reference, nor a critic. The run may go on meanwh
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
+from policy.adapters.learning import Adapters
 from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface.tensorfiles import ModelFileError
 from policy.media import is_tower
@@ -26,7 +28,9 @@ from rl.errors import ModelError
 from rl.run import build, load
 from rl.run.arrays import ArrayDescription, ArrayStore
 from rl.run.checkpoint import ARRAYS, CheckpointError, damaged, none_undamaged
-from rl.run.manifest import examine
+from rl.run.manifest import HOST, examine
+from rl.run.resume.adapters import trains_adapter, with_adapter
+from rl.run.resume.base import check
 from rl.run.unfinished.checkpoints import StoredCheckpoint, chosen
 from rl.run.unfinished.stop import in_use
 from rl.stages import kind_of
@@ -97,7 +101,14 @@ class CheckpointWeights:
     def _graph(self, dtype: Literal["float32", "bfloat16"], media: bool) -> Graph:
         try:
             decoder = build.decoder_of(self.config.model, self.tokenizer, media)[0]
-            return Graph(decoder, Runtime(dtype=dtype, param_dtype=dtype), layout({"fsdp": -1}))
+            options = self.config.model
+            runtime = Runtime(
+                dtype=dtype,
+                param_dtype=dtype,
+                base_weights=options.base_weights,
+                base_block=options.base_block,
+            )
+            return Graph(decoder, runtime, layout({"fsdp": -1}))
         except (ModelFileError, UnsupportedModel, ValueError) as error:
             raise ModelError(f"model {self.config.model.source}: {error}") from None
 
@@ -120,11 +131,20 @@ class CheckpointWeights:
     def _read(
         self, checkpoint: StoredCheckpoint, arrays: Mapping[str, ArrayDescription], graph: Graph
     ) -> Model | None:
+        base = {}
+        shapes = graph.shapes
+        shardings = {path: graph.sharding(path) for path in shapes}
+        if trains_adapter(self.config, checkpoint.stage):
+            graph = with_adapter(graph, self.config.model)
+            base = self._base(checkpoint, graph)
+            adapters = Adapters(graph)
+            shapes = adapters.shapes
+            shardings = adapters.shardings
         template = {
             f"{_PREFIX}{path}": jax.ShapeDtypeStruct(
-                shape.shape, shape.dtype, sharding=graph.sharding(path)
+                shape.shape, shape.dtype, sharding=shardings[path]
             )
-            for path, shape in graph.shapes.items()
+            for path, shape in shapes.items()
         }
         _check(checkpoint.path, arrays, template)
         print(self._line(checkpoint), file=sys.stderr, flush=True)
@@ -137,7 +157,15 @@ class CheckpointWeights:
             return None
         finally:
             store.close()
-        return Model(graph, {name.removeprefix(_PREFIX): array for name, array in read.items()})
+        own = {name.removeprefix(_PREFIX): array for name, array in read.items()}
+        return Model(graph, {**base, **own})
+
+    def _base(self, checkpoint: StoredCheckpoint, graph: Graph) -> dict[str, Any]:
+        """Returns the weights under the adapter of a checkpoint. Raises ModelError if they are other
+        ones than it was trained over."""
+        host = json.loads((checkpoint.path / HOST).read_text(encoding="utf-8"))
+        check(self.config, graph, host, files_only=True)
+        return build.base_weights(self.config, graph, self.tokenizer)
 
     def _line(self, checkpoint: StoredCheckpoint) -> str:
         stage = self.config.stages[checkpoint.stage]
