@@ -72,6 +72,9 @@ SHIPPED = (
     ("grpo_llama3_8b", "v5e:4x4"),
     ("grpo_llama3_8b", "v6e:2x4"),
     ("ppo_gemma3_27b", "v5p:2x2x4"),
+    ("lora_llama3_8b", "v5e:2x4"),
+    ("qlora_qwen3_30b_a3b", "v5e:4x4"),
+    ("lora_deepseek", "v5p:4x4x4"),
 )
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 

@@ -90,6 +90,9 @@ NOT_RUN = {
     "rl-train configs/grpo_qwen3_30b_a3b.yml configs/tiny.yml",
     "rl-train configs/ppo_gemma3_27b.yml configs/tiny.yml",
     "rl-train configs/grpo_deepseek.yml configs/tiny.yml",
+    "rl-train configs/lora_llama3_8b.yml configs/tiny.yml",
+    "rl-train configs/qlora_qwen3_30b_a3b.yml configs/tiny.yml",
+    "rl-train configs/lora_deepseek.yml configs/tiny.yml",
     "rl-train my_run.yml",
     "rl generate runs/quickstart --prompts prompts.txt",
     "chromium --headless --hide-scrollbars --window-size=1280,1110 "
