@@ -170,7 +170,7 @@ class BatchUpdates(ABC):
 
     @cached_property
     def _abstract_base(self) -> dict[str, jax.ShapeDtypeStruct]:
-        return {} if self.adapters is None else self.graph.abstract
+        return self._not_learning(self.graph.abstract)
 
     @property
     def policy_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -179,8 +179,14 @@ class BatchUpdates(ABC):
 
     def set_base(self, params: Mapping[str, Any]) -> None:
         """Takes the weights that the adapter of the stage is over from those of the policy."""
-        if self.adapters is not None:
-            self._base = {path: params[path] for path in self.graph.paths}
+        self._base = self._not_learning(params)
+
+    def _not_learning(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the weights of the policy that an adapter is over, but those that learn in
+        full."""
+        if self.adapters is None:
+            return {}
+        return {p: params[p] for p in self.graph.paths if p not in self.adapters.sizes}
 
     def of_state(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Returns those of the weights of the policy that a state holds: its adapter, or all."""

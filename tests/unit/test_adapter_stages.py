@@ -154,6 +154,17 @@ def test_updates_move_the_adapter_and_leave_the_very_arrays_of_the_base(name):
     jax.tree.map(lambda s, a: (s.shape, s.dtype) == (a.shape, a.dtype) or 1 / 0, described, state)
 
 
+def test_weights_that_learn_in_full_are_no_part_of_the_base():
+    model = with_adapter(learners.dense(), dataclasses.replace(SPEC, train=("embed_tokens",)))
+    trainer, state = learners.begin(model, learners.stage(STAGES["grpo"], **UNCLIPPED))
+    assert "embed_tokens" not in trainer.base
+    before = learners.host(trainer.policy_params(state))
+    state, _ = trainer.update(state, learners.batch())
+    after = learners.host(trainer.policy_params(state))
+    changed = {path for path in after if not np.array_equal(after[path], before[path])}
+    assert changed == {f"['{path}']" for path in trainer.adapters.sizes}
+
+
 def test_the_reference_is_the_policy_as_the_stage_began_and_not_the_base():
     data = learners.batch()
     sft, state = learners.begin(new(), learners.stage(STAGES["sft"], **UNCLIPPED))
