@@ -95,7 +95,7 @@ def run(
     progress = Progress.from_json(saved[1].get("progress")) if saved else Progress()
     has_media = prepared.data.has_media
     with timeline.span("loading the model"):
-        decoder = _first_model(config, prepared, None if saved is None else saved[1])
+        decoder = first_model(config, prepared, None if saved is None else saved[1])
     sampler = generator(config, decoder, prepared.tokenizer, generator_options(config))
     events = Events(config, folder.path)
     if changed:
@@ -125,10 +125,10 @@ def run(
         events.close()
 
 
-def _first_model(config: RunConfig, prepared: Prepared, host: dict | None) -> Model:
+def first_model(config: RunConfig, prepared: Prepared, host: dict | None = None) -> Model:
     """Returns the model of the first stage that runs, with the weights that no checkpoint brings.
 
-    host: the host.json of the checkpoint that the run goes on from. Raises ModelError if the base
+    host: the host.json of the checkpoint that the run goes on from; None: it starts. Raises ModelError if the base
     of an adapter is another one than it was.
     """
     has_media = prepared.data.has_media

@@ -176,7 +176,7 @@ def _opened(
     experts of completions. Closes the events at the end."""
     has_media = prepared.data.has_media
     with timeline.span("loading the model"):
-        model = build.model(config, prepared, with_weights=True, media=has_media)
+        model = build.first_model(config, prepared)
     options = replace(
         build.generator_options(config), record_values=False, record_routes=False, record_kept=0
     )

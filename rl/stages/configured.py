@@ -379,6 +379,11 @@ class ConfiguredStage:
                 "indexers have no adapter; set `trains: weights`, or leave this out",
                 key=(*self.path, "indexer", "training"),
             )
+        if stage.mtp is not None:
+            yield Fault(
+                "prediction modules have no adapter; set `trains: weights`, or leave this out",
+                key=(*self.path, "mtp"),
+            )
         algorithm = self.algorithm
         if getattr(algorithm, "reference_every", 0) and algorithm.reference_mix != 1:
             yield Fault(

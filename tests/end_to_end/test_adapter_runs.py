@@ -119,16 +119,22 @@ def test_the_export_is_an_adapter_of_peft_over_the_base_of_the_run(adapter_run):
     assert any(map(is_adapter, checkpoint.params))
 
 
+def configuration(tmp_path: Path, name: str, model: dict, stage: dict) -> tuple[Path, Path]:
+    """The file of a run of one stage from a model, and its directory."""
+    directory = tmp_path / name
+    config = yaml.safe_load(launch.SMALL.read_text())
+    config |= {"model": model, "stages": [stage], "run": {"dir": str(directory)}}
+    file = tmp_path / f"{name}.yml"
+    file.write_text(yaml.safe_dump(config | {"evaluation": None}))
+    return file, directory
+
+
 def test_a_run_starts_from_an_exported_adapter(adapter_run, tmp_path):
     """Its rate is so small that it leaves the adapter as it was."""
-    directory = tmp_path / "run"
     export = adapter_run / "export"
     stage = {**STAGES[0], "trains": "adapter", "optimizer": {"learning_rate": 1e-12}}
-    config = yaml.safe_load(launch.SMALL.read_text())
-    config["model"] = {"source": str(adapter_run / "base"), "adapter": {"source": str(export)}}
-    config |= {"stages": [stage], "run": {"dir": str(directory)}, "evaluation": None}
-    file = tmp_path / "run.yml"
-    file.write_text(yaml.safe_dump(config))
+    model = {"source": str(adapter_run / "base"), "adapter": {"source": str(export)}}
+    file, directory = configuration(tmp_path, "run", model, stage)
     assert launch.cli.train_main([str(file)]) == 0
     before = load_file(export / "adapter_model.safetensors")
     after = load_file(directory / "export" / "adapter_model.safetensors")
@@ -138,6 +144,19 @@ def test_a_run_starts_from_an_exported_adapter(adapter_run, tmp_path):
     written = json.loads((directory / "export" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(adapter_run / "base")
     assert (written["r"], written["lora_alpha"]) == (2, 32) and not (directory / "base").exists()
+
+
+def test_rollouts_are_those_of_the_adapter_merged_or_not(adapter_run, tmp_path):
+    base = {"source": str(adapter_run / "base")}
+    export = str(adapter_run / "export")
+    models = {"base": base, "adapter": base | {"adapter": {"source": export}}}
+    models["merged"] = {"source": export}
+    sampled = {}
+    for name, model in models.items():
+        file, directory = configuration(tmp_path, name, model, STAGES[1] | {"steps": 1})
+        assert launch.cli.main(["rollout", str(file)]) == 0
+        sampled[name] = [row["tokens"] for row in launch.trained(directory)]
+    assert sampled["adapter"] == sampled["merged"] != sampled["base"]
 
 
 @pytest.mark.slow

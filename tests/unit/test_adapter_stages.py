@@ -19,6 +19,10 @@ from adapted import factor_gradients, merged, with_adapter
 import rl.algorithms
 from policy.adapter_spec import AdapterSpec
 from policy.adapters.learning import Adapters, is_adapter
+from policy.config import Runtime
+from policy.huggingface import sources
+from policy.huggingface.peft.targets import resolved
+from policy.mesh.sharding import layout
 from policy.model import Graph, Model
 from policy.modes import VALUE_HEAD
 from rl import stages
@@ -26,6 +30,7 @@ from rl.config.stage import OptimizerOptions
 from rl.errors import ConfigError
 from rl.run.health import outline
 from rl.run.load import load
+from rl.training.media.tables import trains_towers
 from rl.training.optimizer import WeightAxes, optimizer
 from rl.training.reward_model import RewardModelScorer
 from rl.training.teachers.frozen import FrozenModel
@@ -280,6 +285,7 @@ def read(*changed, adapter="{rank: 4}"):
         ([OWN_MEAN], "stages.0.algorithm.reference_mix: 0.5 of the policy and the rest"),
         ([{"freeze": ["embed_tokens"]}], "stages.0.freeze: the stage trains an adapter and no"),
         ([{"indexer": {"training": "sparse"}}], "stages.0.indexer.training: indexers have no"),
+        ([{"mtp": {}}], "stages.0.mtp: prediction modules have no adapter; set `trains: weights`"),
         ([{}, {"trains": "weights"}], "stages.1.trains: an earlier stage trains an adapter"),
     ],
 )
@@ -287,8 +293,15 @@ def test_what_an_adapter_cannot_have_is_refused(changed, said):
     with pytest.raises(ConfigError) as error:
         read(*changed)
     assert said in str(error.value)
-    if "indexer" not in changed[0]:  # the model has none
+    if not {"indexer", "mtp"} & changed[0].keys():  # the model has neither
         read(*({"trains": "weights"} | each for each in changed))
+
+
+def test_a_stage_of_an_adapter_leaves_the_towers_as_they_are():
+    graph = Graph(sources.preset("tiny-vl", media=True), Runtime(), layout({"fsdp": 1}))
+    graph = graph.with_runtime(adapter=resolved(graph, AdapterSpec(rank=2)))
+    config = read({"trains": "weights", "freeze": []}, {})
+    assert [trains_towers(graph, stage) for stage in config.stages] == [True, False]
 
 
 def test_a_rate_for_all_weights_is_said_before_a_run():

@@ -79,7 +79,7 @@ def inspect_probe(config: RunConfig, count: int, name: str | None = None) -> Pro
         if stage is None:
             raise ConfigError(f"--probe: {name or 'no stage of this run'} samples nothing")
         has_media = prepared.data.has_media
-        model = build.model(config, prepared, with_weights=True, media=has_media)
+        model = build.first_model(config, prepared)
         options = replace(
             build.generator_options(config), record_values=False, record_routes=False, record_kept=0
         )

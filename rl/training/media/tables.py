@@ -72,7 +72,10 @@ def evaluated_at_once(config: RunConfig) -> int:
 
 
 def trains_towers(graph: Graph, stage: StageOptions) -> bool:
-    """Whether a stage of the policy trains a weight of a tower."""
+    """Whether a stage of the policy trains a weight of a tower, or an adapter of one."""
+    adapter = graph.runtime.adapter
+    if adapter is not None and stage.trains != "weights":
+        return any(map(is_tower, (*adapter.train, *(each.path for each in adapter.adapted))))
     return any(
         is_tower(path)
         for path in trained_paths(graph.paths, graph.runtime, frozen_weights(graph, stage))
