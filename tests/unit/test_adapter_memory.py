@@ -1,6 +1,8 @@
 """What a stage with an adapter keeps in memory, from the shapes of presets: the sizes that the
 literature and a calculator give. No array is made."""
 
+import re
+
 import jax
 import pytest
 
@@ -63,7 +65,7 @@ def test_a_rank_of_an_adapter_has_the_numbers_of_its_factors(preset, experts):
     assert [numbers(rank) for rank in (1, 8)] == [each, 8 * each]
 
 
-def planned_stage(tmp_path, rank, trains):
+def planned_stage(tmp_path, rank, trains, base_weights="null"):
     """A stage with a reference model over llama3.1-8b on one device, its update, its memory as
     remat counts it, and the costs that an estimate gives."""
     file = tmp_path / "run.yml"
@@ -71,7 +73,8 @@ def planned_stage(tmp_path, rank, trains):
     more = f"prompts_per_step: 1, micro_batch: 1, sampling: {{max_new_tokens: 8}}, trains: {trains}"
     stage = f"{{algorithm: {{name: grpo, kl_coef: 0.1}}, steps: 1, {more}}}"
     adapter = f"{{rank: {rank}, alpha: 16}}"
-    model = f"{{source: llama3.1-8b, param_dtype: bfloat16, remat: full, adapter: {adapter}}}"
+    computed = f"dtype: bfloat16, param_dtype: bfloat16, base_weights: {base_weights}, remat: full"
+    model = f"{{source: llama3.1-8b, {computed}, adapter: {adapter}}}"
     given = ["tokenizer=bytes", "data.task=arithmetic", "rewards.functions=[exact_answer]"]
     given += [f"model={model}", f"stages=[{stage}]", "mesh={fsdp: 1}", "max_length=64"]
     config = load([file], given)
@@ -106,3 +109,17 @@ def test_a_stage_keeps_its_base_once_and_moments_of_the_adapter_alone(tmp_path, 
     assert other.temporaries - cost.temporaries == 4 * (weights - numbers)
     # With remat: full a further forward pass. Products take longest.
     assert cost.seconds / other.seconds == pytest.approx(3 / 4, rel=0.03)
+
+
+@pytest.mark.parametrize(("base_weights", "stored"), [("null", "bf16"), ("nf4", "ui4")])
+def test_an_update_holds_the_weights_of_all_layers_as_they_are_stored(
+    tmp_path, base_weights, stored
+):
+    """No gradient, moment or sum with the adapter has their size, and what is dequantised is one
+    layer. Read from the traced program."""
+    _, update, _, _ = planned_stage(tmp_path, 8, "adapter", base_weights)
+    text = update.lower().as_text()
+    layer = r"(?:4096x14336|14336x4096)"
+    assert {*re.findall(rf"tensor<32x{layer}x(\w+)>", text)} == {stored}
+    floats = {*re.findall(rf"tensor<{layer}x(\w+)>", text)} - {stored}
+    assert floats if base_weights == "nf4" else not floats
