@@ -274,7 +274,8 @@ class MultiHeadLatentAttention(nnx.Module):
         new = {} if keys is None else {"index": keys}
         q_BHTD = q_BHTD * self.spec.scale
         if cut and not indexed:
-            out = attend_cut(q_BHTD, Keys(parts, weights, expand), step, runtime)
+            by_head = cast(tuple[jax.Array, ...], weights)
+            out = attend_cut(q_BHTD, Keys(parts, by_head, expand), step, runtime)
             return checkpoint_name(out, "context"), LayerAux()
         if cut:  # an indexer chooses among all keys of a row
             parts, new = jax.tree.map(

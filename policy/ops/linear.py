@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from string import ascii_uppercase
 from typing import Any, NamedTuple, cast
@@ -36,6 +37,7 @@ from policy.mesh.explicit import in_explicit_mode, spec_of
 from policy.mesh.sharding import Layout
 from policy.ops import grouped_kernel, quantization, stacked_kernel
 from policy.ops.adapted import SUM, Adapted
+from policy.ops.parameter import MatrixDims
 from policy.ops.projection import Projection
 from policy.ops.stacked import StackedWeight
 
@@ -48,13 +50,7 @@ def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax
     rule = runtime.quantization
     weight = weight.one if isinstance(weight, StackedWeight) else weight
     if isinstance(weight, Adapted):
-        equation = _spelled(equation, x)
-        y = linear(equation, x, weight.base, runtime)
-
-        def product(equation: str, x: jax.Array, factor: jax.Array) -> jax.Array:
-            return _of_floats(equation, x, factor.astype(x.dtype), runtime.layout)
-
-        return weight.with_delta(equation, x, y, product)
+        return _adapted(_spelled(equation, x), x, weight, runtime)
     if rule is None and isinstance(weight, jax.Array):
         return _of_floats(equation, x, weight.astype(x.dtype), runtime.layout)
     equation = _spelled(equation, x)
@@ -71,8 +67,46 @@ def linear(equation: str, x: jax.Array, weight: Weight, runtime: Runtime) -> jax
     return qwix.einsum(equation, x_quantized, weight).astype(x.dtype)
 
 
+def _adapted(equation: str, x: jax.Array, weight: Adapted, runtime: Runtime) -> jax.Array:
+    """Computes the einsum with an adapted weight."""
+
+    def product(equation: str, x: jax.Array, factor: jax.Array) -> jax.Array:
+        return _of_floats(equation, x, factor.astype(x.dtype), runtime.layout)
+
+    base = weight.base
+    _, inputs, outputs = _letters(equation)
+    is_matrix = equation.split(",")[1].split("->")[0] == inputs + outputs
+    if not (is_matrix and _on_one_cpu(runtime.layout) and isinstance(base, jax.Array | Projection)):
+        y = linear(equation, x, base, runtime)
+        return weight.with_delta(equation, x, y, product)
+    # What is not a row is one dimension in all products, so x and y are transposed once.
+    E = math.prod(weight.a.shape[:-1])
+    a_Er = weight.a.reshape(E, -1)
+    b_rF = weight.b.reshape(weight.b.shape[0], -1)
+    flat = replace(
+        weight,
+        a=a_Er,
+        b=b_rF,
+        factor=None if weight.factor is None else weight.factor.reshape(-1),
+        dims=MatrixDims((0,), (1,)),
+    )
+
+    def through(x_ME: jax.Array) -> jax.Array:
+        if isinstance(base, Projection):
+            y_MF = base.product(x_ME)
+        else:
+            y_MF = x_ME @ base.astype(x_ME.dtype).reshape(E, -1)
+        return flat.with_delta("me,ef->mf", x_ME, y_MF, product)
+
+    return _through(equation, x, weight.b.shape[1:], through)
+
+
+def _on_one_cpu(layout: Layout | None) -> bool:
+    return layout is not None and layout.mesh.size == 1 and layout.platform == "cpu"
+
+
 def _of_floats(equation: str, x: jax.Array, weight: jax.Array, layout: Layout | None) -> jax.Array:
-    if layout is not None and layout.mesh.size == 1 and layout.platform == "cpu":
+    if _on_one_cpu(layout):
         return _by_rows(_spelled(equation, x), x, weight)
     return einsum(equation, x, weight, layout)
 
