@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import qwix
 from jax.ad_checkpoint import checkpoint_name
 
+from policy.ops.host_memory import fetch
 from policy.ops.parameter import MatrixDims
 from policy.ops.projection import Projection
 from policy.ops.quantization import dequantised
@@ -144,7 +145,7 @@ class DoraParts(NamedTuple):
 def dora_factor(parts: DoraParts, scale: float, dims: MatrixDims) -> jax.Array:
     """Computes m / |W + s B A| of DoRA, float32[G..., F...]. The norm is a constant for gradients,
     as in the paper (section 4.3)."""
-    norm = norms(_floats(parts.base), parts.a, parts.b, scale, dims)
+    norm = norms(_floats(fetch(parts.base)), parts.a, parts.b, scale, dims)
     return parts.magnitude.astype(jnp.float32) / jax.lax.stop_gradient(norm)
 
 

@@ -182,3 +182,18 @@ def test_the_generator_samples_from_the_adapted_policy(kind, form):
     tokens, difference = sampled(policy)
     assert difference < 1e-5
     assert tokens == sampled(merged(policy))[0]
+
+
+def test_adapters_lie_on_the_device_over_weights_in_host_memory():
+    """The lengths of DoRA read a layer at a time."""
+    config = families.read(short("Llama", initializer_range=0.05))
+    tokens = np.random.default_rng(0).integers(1, 40, (2, 9))
+    logits = []
+    for runtime in (Runtime(), Runtime(host_parameters=True)):
+        policy = with_adapter(random_model(config, runtime=runtime), SPECS["dora"], size=0.05)
+        kinds = {path: policy.params[path].sharding.memory_kind for path in policy.params}
+        logits.append(np.asarray(policy.logits(tokens)))
+    kind = jax.devices()[0].default_memory().kind
+    adapter = [path for path in kinds if path not in policy.graph.paths]
+    assert policy.graph.hosted and {kinds[path] for path in adapter} == {kind}
+    np.testing.assert_allclose(logits[1], logits[0], atol=1e-6)
