@@ -23,6 +23,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from policy import compatibility, modes
+from policy.adapter_spec import FACTOR, LORA_A, LORA_B, MAGNITUDE
 from policy.attention import context_parallel
 from policy.attention.sequence_shards import AXIS
 from policy.cache.media import Media
@@ -34,16 +35,7 @@ from policy.heads import features, head
 from policy.intermediates import Aux
 from policy.layers import batch_split
 from policy.mesh.sharding import Layout
-from policy.ops.adapted import (
-    FACTOR,
-    LORA_A,
-    LORA_B,
-    MAGNITUDE,
-    Adapted,
-    DoraParts,
-    dora_factor,
-    dora_factors,
-)
+from policy.ops.adapted import Adapted, DoraParts, dora_factor, dora_factors
 from policy.ops.host_memory import belongs_there, fetch, in_host_memory
 from policy.ops.parameter import Constant, MatrixDims, RowTable
 from policy.ops.seeds import checked_seed

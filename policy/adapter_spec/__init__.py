@@ -14,6 +14,13 @@ FULL_TRAINING_RATE = 1e-5
 """A learning rate up to which an optimizer that moves a weight by about the rate usually trains all
 weights; adapters take about 10 times as much (docs/adapters.md)."""
 
+LORA_A = ".lora_a"
+LORA_B = ".lora_b"
+MAGNITUDE = ".magnitude"
+"""End the paths of the arrays of an adapter, after the path of the weight that they adapt."""
+FACTOR = ".factor"
+"""Ends the path of `Adapted.factor`, where a program computes it once for many calls."""
+
 
 @dataclass(frozen=True)
 class Target:

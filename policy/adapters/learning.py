@@ -21,10 +21,9 @@ import jax
 import jax.numpy as jnp
 import qwix
 
-from policy.adapter_spec import AdapterSpec, Target
+from policy.adapter_spec import LORA_A, LORA_B, MAGNITUDE, AdapterSpec, Target
 from policy.config import Runtime
 from policy.model import EMBEDDING, Graph
-from policy.ops.adapted import LORA_A, LORA_B, MAGNITUDE
 from policy.ops.host_memory import fetch
 from policy.ops.parameter import MatrixDims
 from policy.ops.quantization import dequantised

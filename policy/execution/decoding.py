@@ -22,10 +22,11 @@ import numpy as np
 import qwix
 from jax.typing import ArrayLike
 
+from policy.adapter_spec import FACTOR, LORA_A, LORA_B, MAGNITUDE
 from policy.adapters.learning import is_adapter
 from policy.execution.array_identity import ArrayIdentity
 from policy.model import Graph
-from policy.ops.adapted import FACTOR, LORA_A, LORA_B, MAGNITUDE, DoraParts, dora_factor
+from policy.ops.adapted import DoraParts, dora_factor
 from policy.ops.projection import DecodingMatrices, Projection
 
 # Weights of one module that read the same input. If they are small together, they become one

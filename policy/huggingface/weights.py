@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from policy.adapter_spec import LORA_A
 from policy.huggingface import model_directory, sources
 from policy.huggingface.model_directory import Missing, StoredWeights
 from policy.huggingface.peft.merge import SMALL_CHANGE, merged_weight
 from policy.huggingface.peft.reader import Adapter, read_adapter
 from policy.mesh import processes
 from policy.model import Graph
-from policy.ops.adapted import LORA_A
 
 _LOG = logging.getLogger("duet.model")
 

@@ -25,13 +25,6 @@ from policy.ops.parameter import MatrixDims
 from policy.ops.projection import Projection
 from policy.ops.quantization import dequantised
 
-LORA_A = ".lora_a"
-LORA_B = ".lora_b"
-MAGNITUDE = ".magnitude"
-"""End the paths of the arrays of an adapter, after the path of the weight that they adapt."""
-FACTOR = ".factor"
-"""Ends the path of `Adapted.factor`, where a program computes it once for many calls."""
-
 SUM = "adapted"
 """The name of the result of an adapted product for policy/remat.py."""
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from policy.adapter_spec import LORA_A, LORA_B
 from policy.config import (
     Attention,
     CompressedAttention,
@@ -32,7 +33,6 @@ from policy.config import (
     ShortConv,
 )
 from policy.media import is_tower
-from policy.ops.adapted import LORA_A, LORA_B
 from rl.accounting import chips
 
 if TYPE_CHECKING:

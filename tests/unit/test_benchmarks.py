@@ -261,8 +261,8 @@ def test_few_computed_tokens_are_padding_in_updates_of_every_kind(script):
             assert len(share.shapes) <= 9, (kind.name, size)
 
 
-def test_adapters_compares_the_last_evaluations_of_runs(script, tmp_path, capsys):
-    adapters = script("adapters")
+def test_lora_compares_the_last_evaluations_of_runs(script, tmp_path, capsys):
+    lora = script("lora")
     for seed, last in ((0, 0.8), (1, 0.6)):
         curve = [0.1, 0.2, 0.3, last, last, last, last]
         run = tmp_path / f"weights-0.001-{seed}"
@@ -272,7 +272,7 @@ def test_adapters_compares_the_last_evaluations_of_runs(script, tmp_path, capsys
         write_run(run, [0.0, 0.5], curve)
         (run / "export").mkdir()
     options = ["--folder", str(tmp_path), "--seeds", "0", "1", "--rates", "2e-3"]
-    adapters.main(options)
+    lora.main(options)
     rows = capsys.readouterr().out.splitlines()
     half = 12.71 * 0.2 / 2  # two seeds: the deviation is 0.2 / sqrt 2
     expected = f"| 0.800 | 0.600 | 0.700 +- {half:.3f} | 30 |"

@@ -73,7 +73,8 @@ TOKENIZER = SimpleNamespace(convert_ids_to_tokens=lambda token: f"<{token}>")
 def result_of(totals, finishes, faults=0):
     """Probes two problems whose completions end like this and have these rewards."""
     completions = [Completion([5, 2], [0.0, 0.0], finish, "5") for finish in finishes]
-    scores = SimpleNamespace(total=np.asarray(totals, float), faults=[None] * faults)
+    total = np.asarray(totals, float)
+    scores = SimpleNamespace(total=total, names=("exact",), faults=[None] * faults)
     asked = []
 
     def collect(problems, params, ids):

@@ -239,8 +239,8 @@ def test_a_memory_reads_the_path(streams):
     real = grown.place >= 0
     np.testing.assert_allclose(np.asarray(out)[real], np.asarray(expected)[real], atol=1e-5, rtol=0)
     for name, grad in expected_grads[0].items():
-        close(grads[0][name], grad, 1e-5, name)
-    close(grads[1], expected_grads[1], 1e-5)
+        close(grads[0][name], grad, 5e-5, name)  # CPUs add in other orders
+    close(grads[1], expected_grads[1], 5e-5)
 
 
 @pytest.mark.slow

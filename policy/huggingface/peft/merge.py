@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import qwix
 
-from policy.adapter_spec import AdapterSpec
+from policy.adapter_spec import LORA_A, LORA_B, MAGNITUDE, AdapterSpec
 from policy.huggingface.peft.targets import EMBEDDING, HEAD
 from policy.model import Graph
-from policy.ops.adapted import LORA_A, LORA_B, MAGNITUDE
 from policy.ops.parameter import MatrixDims
 from policy.ops.quantization import dequantised
 

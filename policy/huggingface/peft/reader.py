@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from qwix import QArray
 
-from policy.adapter_spec import AdapterSpec
+from policy.adapter_spec import LORA_A, LORA_B, MAGNITUDE, AdapterSpec
 from policy.huggingface.peft import coverage
 from policy.huggingface.peft.adapter_config import (
     PICKLE,
@@ -37,7 +37,6 @@ from policy.huggingface.peft.tensors import AdaptedTensor, FullTensor, Resolved,
 from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
 from policy.mesh import processes
 from policy.model import Graph
-from policy.ops.adapted import LORA_A, LORA_B, MAGNITUDE
 from policy.ops.parameter import MatrixDims
 from policy.ops.quantization import dequantised
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policy import families
-from policy.adapter_spec import AdapterSpec
+from policy.adapter_spec import LORA_A, LORA_B, MAGNITUDE, AdapterSpec
 from policy.fields import names
 from policy.huggingface.model_directory import StoredWeight, has_towers, places
 from policy.huggingface.peft import coverage
@@ -38,7 +38,6 @@ from policy.huggingface.peft.tensors import INNER, PREFIX, Index
 from policy.huggingface.sources import read_object
 from policy.mesh import processes
 from policy.model import Graph
-from policy.ops.adapted import LORA_A, LORA_B, MAGNITUDE
 
 # The version whose form is written.
 VERSION = "0.21.2"

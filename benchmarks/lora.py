@@ -7,8 +7,8 @@ Its interval of 95% comes from the differences between seeds (Student's t, two-s
 
 Two runs never run at once.
 
-    python benchmarks/adapters.py                                  # three seeds, rank 32
-    python benchmarks/adapters.py --seeds 0 --rates 1e-3 --steps 20
+    python benchmarks/lora.py                                  # three seeds, rank 32
+    python benchmarks/lora.py --seeds 0 --rates 1e-3 --steps 20
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[32])
     parser.add_argument("--rates", type=float, nargs="+", default=[1.0e-3, 2.0e-3])
     parser.add_argument("--full-rates", type=float, nargs="+", default=[1.0e-3])
-    parser.add_argument("--folder", type=Path, default=Path("runs/adapters_benchmark"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/lora_benchmark"))
     options = parser.parse_args(argv)
     kinds = [Kind(None, rate) for rate in options.full_rates]
     kinds += [Kind(rank, rate) for rank in options.ranks for rate in options.rates]
