@@ -255,7 +255,8 @@ class Graph:
 
     def init(self, seed: int, paths: Collection[str] | None = None) -> dict[str, jax.Array]:
         """Draws random weights from `seed`, each created where it lives and as it is stored; the
-        numbers do not depend on the mesh. With `paths` only these weights, with the numbers that they have among all."""
+        numbers do not depend on the mesh. With `paths` only these weights, with the numbers that
+        they have among all."""
         chosen = self.paths if paths is None else paths
         params = self._drawn(seed, [path for path in chosen if path not in self.quantized])
         for group in self._of_similar_size(path for path in chosen if path in self.quantized):

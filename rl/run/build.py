@@ -128,8 +128,8 @@ def run(
 def first_model(config: RunConfig, prepared: Prepared, host: dict | None = None) -> Model:
     """Returns the model of the first stage that runs, with the weights that no checkpoint brings.
 
-    host: the host.json of the checkpoint that the run goes on from; None: it starts. Raises ModelError if the base
-    of an adapter is another one than it was.
+    host: the host.json of the checkpoint that the run goes on from; None: it starts. Raises
+    ModelError if the base of an adapter is another one than it was.
     """
     has_media = prepared.data.has_media
     first = 0 if host is None else host["stage"]

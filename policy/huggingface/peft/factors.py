@@ -81,11 +81,6 @@ class Factors:
         """The number of our weights in the stored tensor."""
         return len(self.shapes)
 
-    @property
-    def shares_inputs(self) -> bool:
-        """Whether all parts read the same inputs, so that they may share A."""
-        return not self.a.parts
-
     def rank(self, stored: Pair) -> int:
         """Returns the rank of stored factors."""
         return stored.a.shape[0] // self.experts

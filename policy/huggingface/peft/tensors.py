@@ -118,8 +118,9 @@ def resolve(
     files: TensorFiles,
     ignore: tuple[str, ...] = (),
 ) -> Resolved:
-    """Returns what the file of an adapter holds; `ignore` names tensors of no weight. Raises ModelFileError for tensors that are
-    unexpected, of the wrong shape, or that lack the other factor."""
+    """Returns what the file of an adapter holds; `ignore` names tensors of no weight. Raises
+    ModelFileError for tensors that are unexpected, of the wrong shape, or that lack the other
+    factor."""
     return _Resolver(directory, graph, config, files).resolve(ignore)
 
 

@@ -36,7 +36,8 @@ class TeacherScorer:
     def __init__(self, source: str, frozen: FrozenModel, temperature: float, vocabulary: int):
         """Reads nothing yet.
 
-        source: its name in the configuration. temperature: the logits are divided by it. vocabulary: ids of the policy.
+        source: its name in the configuration. temperature: the logits are divided by it.
+        vocabulary: ids of the policy.
         """
         self.source = source
         self.graph = frozen.graph
