@@ -113,7 +113,7 @@ class Generator:
                     model.config.hidden_size, jnp.float32, device=model.graph.layout.replicated
                 )
             )
-        self._queue = Queue()
+        self._queue = Queue(options.queue)
         self._streams: list[_Stream] = []
         self.verifier: Verifier | None = None
         if options.exact:

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollout.types import SamplingParams
+from rollout.types import QueueOrder, SamplingParams
 
 if TYPE_CHECKING:
     from policy.cache.media import Media
@@ -86,6 +86,7 @@ class Request:
     media: the pictures and sounds of the prompt; None: it is text.
     keys: what prefixes are compared by, one number for each token of the prompt; None: its tokens.
     bad_words: the token sequences of `params.bad_words`. The engine sets them.
+    arrival: its number in the order in which requests came to the queue, which sets it.
     """
 
     prompt: tuple[int, ...]
@@ -107,6 +108,7 @@ class Request:
     media: Media | None = None
     keys: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    arrival: int | None = None
 
     @property
     def needed(self) -> int:
@@ -188,30 +190,37 @@ class Request:
 
 
 class Queue:
-    """Requests that wait for a slot. Those with the largest max_new_tokens go first, because a long
-    completion that starts last keeps the others waiting; equal ones go in order of arrival, so the
-    samples of a prompt stay together."""
+    """Requests that wait for a slot, in the order "longest" or "arrival".
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Request]] = []
+    "longest": those with the largest max_new_tokens go first, because a long completion that starts
+    last keeps the others waiting; equal ones go in order of arrival, so the samples of a prompt
+    stay together. A batch of known requests ends soonest so. "arrival": the oldest goes first, so
+    that no later request can keep one waiting. A request that returns keeps its place."""
+
+    def __init__(self, order: QueueOrder = "longest") -> None:
+        self._longest_first = order == "longest"
+        self._heap: list[tuple[int, int, int, Request]] = []
         self._count = 0
 
     def add(self, requests: Iterable[Request]) -> None:
         for request in requests:
-            heapq.heappush(self._heap, (-request.params.max_new_tokens, self._count, request))
+            if request.arrival is None:
+                request.arrival = self._count
+            length = -request.params.max_new_tokens if self._longest_first else 0
+            heapq.heappush(self._heap, (length, request.arrival, self._count, request))
             self._count += 1
 
     @property
     def first(self) -> Request | None:
         """Returns the request that `pop` would return; None if the queue is empty."""
-        return self._heap[0][2] if self._heap else None
+        return self._heap[0][-1] if self._heap else None
 
     def pop(self) -> Request:
-        return heapq.heappop(self._heap)[2]
+        return heapq.heappop(self._heap)[-1]
 
     def remove(self, request: Request) -> None:
         """Removes a request if it is in the queue."""
-        others = [entry for entry in self._heap if entry[2] is not request]
+        others = [entry for entry in self._heap if entry[-1] is not request]
         if len(others) < len(self._heap):
             heapq.heapify(others)
             self._heap = others

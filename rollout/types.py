@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from rollout.media.expand import Expanded
 
 
+QueueOrder = Literal["longest", "arrival"]
+
+
 @dataclass(frozen=True)
 class GeneratorOptions:
     """Options of a generator. The section `generator` of the YAML schema is made from them.
@@ -114,6 +117,13 @@ class GeneratorOptions:
         "it has for each token, and then its log-probability among them; 0: none.",
     )
 
+    queue: QueueOrder = option(
+        "longest",
+        description="Which request gets the next free slot. longest: the one with the largest "
+        "max_new_tokens, so that a batch ends soonest; arrival: the one that came first, so that "
+        "none waits for later ones.",
+    )
+
     @property
     def prefills_completions(self) -> bool:
         """Whether a completion may be prefilled like a prompt, after a preemption or after a token
@@ -130,6 +140,10 @@ class GeneratorOptions:
         if self.cache not in ("contiguous", "paged"):
             raise ValueError(
                 f"GeneratorOptions.cache: {self.cache!r} is neither 'contiguous' nor 'paged'"
+            )
+        if self.queue not in get_args(QueueOrder):
+            raise ValueError(
+                f"GeneratorOptions.queue: {self.queue!r} is neither 'longest' nor 'arrival'"
             )
         if self.page_size < 1 or (self.pages is not None and self.pages < 2):
             raise ValueError("GeneratorOptions: page_size must be at least 1 and pages at least 2")

@@ -137,7 +137,8 @@ class ExportOptions(Strict):
 
 
 @fields_of(
-    rollout.types.GeneratorOptions, leave_out=("record_routes", "record_values", "record_kept")
+    rollout.types.GeneratorOptions,
+    leave_out=("record_routes", "record_values", "record_kept", "queue"),
 )
 class GeneratorSection(Section):
     slots: int = Field(
