@@ -71,6 +71,7 @@ ORDER = {
     "rl": [
         *(
             "errors",
+            "remote",
             "cluster",
             "algorithms",
             "tasks",

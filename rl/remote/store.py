@@ -1,0 +1,293 @@
+"""The objects below a URL: written completely, checked, and tried again after faults that pass."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl.remote.faults import DamagedCopy, Retries
+from rl.remote.urls import filesystem, joined
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_RENAMING = {"file", "local", "sftp", "ssh", "smb", "hdfs", "arrow_hdfs", "webhdfs", "ftp"}
+"""Schemes of file systems that have folders, and show a file while it is being written. Elsewhere
+an object appears when it is complete."""
+_GENERATIONS = {"gs", "gcs"}
+_PART = ".duet-part-"
+_THREADS = 8
+_TAGS = ("etag", "ETag", "generation", "md5Hash", "content_md5", "checksum", "LastModified")
+_TIMES = ("mtime", "updated", "last_modified", "modified", "created")
+
+
+@dataclass(frozen=True)
+class ObjectFacts:
+    """Size of an object, and what changes when it is written again; "" where the file system says
+    nothing."""
+
+    size: int
+    tag: str
+
+
+@dataclass(frozen=True)
+class Versioned:
+    """The content of an object, and the version that a conditional write compares: its generation,
+    or a hash of its content."""
+
+    data: bytes
+    version: str
+
+
+class Store:
+    """The objects below a URL, by their names relative to it. May be used by several threads.
+
+    Every method raises RemoteError, with the name of the object, after the last try.
+    """
+
+    def __init__(
+        self, url: str, retries: Retries = Retries(), made: AbstractFileSystem | None = None
+    ):
+        """made: the file system; None: that of the URL. Raises ConfigError for a URL that cannot be
+        used."""
+        self.url = url.rstrip("/")
+        own, self._root = filesystem(url)
+        self._files: Any = own if made is None else made
+        self._retries = retries
+        protocol = self._files.protocol
+        names = {protocol} if isinstance(protocol, str) else set(protocol)
+        self._is_local = "file" in names
+        self._renames = bool(names & _RENAMING)
+        self.has_generations = bool(names & _GENERATIONS)
+
+    def put(self, file: Path, name: str) -> None:
+        """Writes a local file to an object, and compares the size that arrived. The object is the
+        old or the new one at any time."""
+
+        def act() -> None:
+            size = file.stat().st_size
+            self._write(name, lambda path: self._files.put_file(str(file), path), size)
+
+        self._call("writing", name, act)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes an object, as `put`."""
+
+        def act() -> None:
+            self._write(name, lambda path: self._files.pipe_file(path, data), len(data))
+
+        self._call("writing", name, act)
+
+    def read(self, name: str) -> bytes:
+        """Returns the content of an object. Raises FileNotFoundError."""
+        return self._call("reading", name, lambda: self._files.cat_file(self._path(name)))
+
+    def get(self, name: str, file: Path, progress: Callable[[int], object] | None = None) -> None:
+        """Writes an object to a local file. progress: gets the bytes that have arrived so far.
+        Raises FileNotFoundError."""
+
+        def act() -> None:
+            callback = {} if progress is None else {"callback": _callback(progress)}
+            self._files.get_file(self._path(name), str(file), **callback)
+
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._call("reading", name, act)
+
+    def facts(self, name: str) -> ObjectFacts | None:
+        """Returns what is known of an object; None if there is none."""
+
+        def act() -> ObjectFacts:
+            return _facts(self._info(self._path(name)))
+
+        try:
+            return self._call("looking at", name, act)
+        except FileNotFoundError:
+            return None
+
+    def is_file(self, name: str = "") -> bool:
+        """Tells whether there is an object of this name, or at the URL itself."""
+        try:
+            info = self._call("looking at", name, lambda: self._info(self._path(name)))
+        except FileNotFoundError:
+            return False
+        return info["type"] == "file"
+
+    def list(self, folder: str = "") -> dict[str, ObjectFacts]:
+        """Returns all objects below a folder, by name; none if the folder does not exist. Parts of
+        writes that were cut off are left out."""
+
+        def act() -> dict[str, Any]:
+            self._files.invalidate_cache()
+            return self._files.find(self._path(folder), detail=True)
+
+        try:
+            listed = self._call("listing", folder, act)
+        except FileNotFoundError:
+            return {}
+        prefix = f"{self._root}/".lstrip("/")
+        return {
+            name.lstrip("/").removeprefix(prefix): _facts(info)
+            for name, info in listed.items()
+            if info["type"] == "file" and _PART not in name and not name.endswith("/")
+        }
+
+    def remove_parts(self) -> None:
+        """Removes what writes that were cut off have left. Nobody else may be writing."""
+        if self._renames:
+            listed = self._call("listing", "", lambda: self._files.find(self._root))
+            prefix = f"{self._root}/"
+            self.delete_all(name.removeprefix(prefix) for name in listed if _PART in name)
+
+    def delete(self, name: str) -> None:
+        """Removes an object, if there is one."""
+        try:
+            self._call("removing", name, lambda: self._files.rm_file(self._path(name)))
+        except FileNotFoundError:
+            return
+
+    def delete_all(self, names: Iterable[str]) -> None:
+        """Removes objects, several at a time."""
+        self.for_each(self.delete, names)
+
+    def copy(self, source: str, target: str) -> None:
+        """Copies an object to another name, within the service where it can do so."""
+
+        def act() -> None:
+            self._make_parent(target)
+            self._files.cp_file(self._path(source), self._path(target))
+
+        self._call("copying", source, act)
+
+    def for_each(self, act: Callable[[Any], None], values: Iterable[Any]) -> None:
+        """Calls `act` with each value in a few threads. Raises the first error, after all have
+        ended."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            calls = [pool.submit(act, value) for value in values]
+        for each in calls:
+            each.result()
+
+    def read_versioned(self, name: str) -> Versioned | None:
+        """Returns an object with its version; None if there is none."""
+
+        def act() -> Versioned:
+            path = self._path(name)
+            if not self.has_generations:
+                data = self._files.cat_file(path)
+                return Versioned(data, hashlib.sha256(data).hexdigest())
+            generation = str(self._info(path)["generation"])
+            data = self._files.cat_file(path)
+            if str(self._info(path)["generation"]) != generation:
+                raise DamagedCopy("it was written while it was read")
+            return Versioned(data, generation)
+
+        try:
+            return self._call("reading", name, act)
+        except FileNotFoundError:
+            return None
+
+    def replace(self, name: str, data: bytes, version: str | None) -> bool:
+        """Writes an object if it still has this version; None: if there is none. Returns whether it
+        was written.
+
+        Google Cloud Storage compares and writes at once. Elsewhere creating is exclusive where the
+        file system can do that, and a version is compared before the write.
+        """
+        try:
+            return self._call("writing", name, lambda: self._replace(name, data, version))
+        except FileExistsError:
+            return False
+
+    def _replace(self, name: str, data: bytes, version: str | None) -> bool:
+        path = self._path(name)
+        if self.has_generations:
+            return self._replace_generation(path, data, version or "0")
+        if version is None:
+            self._make_parent(name)
+            if self._renames:
+                with self._files.open(path, "xb") as file:
+                    file.write(data)
+            else:
+                self._files.pipe_file(path, data, mode="create")
+            return True
+        try:
+            present = self._files.cat_file(path)
+        except FileNotFoundError:
+            return False
+        if hashlib.sha256(present).hexdigest() != version:
+            return False
+        self._write(name, lambda path: self._files.pipe_file(path, data), len(data))
+        return True
+
+    def _replace_generation(self, path: str, data: bytes, generation: str) -> bool:
+        bucket, _, key = path.partition("/")
+        location = f"{self._files._location}/upload/storage/v1/b/{{}}/o"
+        try:
+            self._files.call(
+                "POST",
+                location,
+                bucket,
+                uploadType="media",
+                name=key,
+                ifGenerationMatch=generation,
+                data=data,
+                headers={"Content-Type": "application/json"},
+            )
+        except Exception as error:
+            if str(getattr(error, "code", "")) == "412":
+                return False
+            raise
+        return True
+
+    def _write(self, name: str, write: Callable[[str], object], size: int) -> None:
+        path = self._path(name)
+        target = f"{path}{_PART}{uuid.uuid4().hex[:8]}" if self._renames else path
+        self._make_parent(name)
+        write(target)
+        arrived = _facts(self._info(target)).size
+        if arrived != size:
+            raise DamagedCopy(f"{arrived} of {size} bytes arrived")
+        if target != path:
+            self._rename(target, path)
+
+    def _rename(self, source: str, target: str) -> None:
+        if self._is_local:
+            os.replace(source, target)
+        else:
+            self._files.mv(source, target)
+
+    def _make_parent(self, name: str) -> None:
+        if self._renames:
+            parent = self._path(name).rpartition("/")[0]
+            self._files.makedirs(parent, exist_ok=True)
+
+    def _info(self, path: str) -> Mapping[str, Any]:
+        self._files.invalidate_cache()
+        return self._files.info(path)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root
+
+    def _call(self, verb: str, name: str, act: Callable[[], Any]) -> Any:
+        return self._retries.call(f"{verb} {joined(self.url, name)}", act)
+
+
+def _callback(tell: Callable[[int], object]) -> Any:
+    """Returns what fsspec calls while it copies a file. tell: gets the bytes so far."""
+    from fsspec.callbacks import Callback
+
+    class Told(Callback):
+        def call(self, hook_name: str | None = None, **kwargs: object) -> None:
+            tell(int(self.value))
+
+    return Told()
+
+
+def _facts(info: Mapping[str, Any]) -> ObjectFacts:
+    tag = next((str(info[key]) for key in (*_TAGS, *_TIMES) if info.get(key)), "")
+    return ObjectFacts(int(info["size"] or 0), tag)
