@@ -63,8 +63,8 @@ def load(
     base_weights: WeightType | None = None,
     base_block: int | None = 64,
 ) -> Model:
-    """Loads the model of a Hugging Face directory (config.json and safetensors), or of an adapter of
-    PEFT (adapter_config.json), which is merged into its base.
+    """Loads the model of a Hugging Face directory (config.json and safetensors), or of an adapter
+    of PEFT (adapter_config.json), which is merged into its base.
 
     `sections` replace the sections of config.json that policy/fields/extensions.py reads:
     `{"multi_token_prediction": {"depth": 1}}` loads the prediction module that files of DeepSeek-V3

@@ -59,8 +59,8 @@ class Runtime:
     modules, whose gradient reaches all weights (joint) or the modules' own weights only (detached).
     `tentative`: part of a call over a cache may be taken back (policy/cache/cache.py).
 
-    Adapter. Where the weights of a call have those of an adapter, `adapter` says how they count; the
-    policy of a run with an adapter trains these alone (policy/adapters/learning.py).
+    Adapter. Where the weights of a call have those of an adapter, `adapter` says how they count;
+    the policy of a run with an adapter trains these alone (policy/adapters/learning.py).
 
     Mesh. `layout` is set by the Graph. `expert_parallel` is the scheme of
     policy/experts/expert_parallel.py (auto: gather). An expert takes at most `capacity_factor`

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class Source:
     """Where completions and their scores come from.
 
-    runner: calls the reward functions; None: nothing is scored. scorers: reward models by name, each a function from
-    sequences of token ids (prompt and completion) to scores, which the reward functions get.
-    on_calls: called with the finished reward calls, for the timeline.
+    runner: calls the reward functions; None: nothing is scored. scorers: reward models by name,
+    each a function from sequences of token ids (prompt and completion) to scores, which the reward
+    functions get. on_calls: called with the finished reward calls, for the timeline.
     """
 
     generator: Generator

@@ -26,7 +26,7 @@ from policy.config import Runtime
 from policy.model import EMBEDDING, Graph
 from policy.ops.host_memory import fetch
 from policy.ops.parameter import MatrixDims
-from policy.ops.quantization import dequantised
+from policy.ops.quantization import dequantised, floats
 from policy.ops.seeds import checked_seed
 
 _ENDS = (LORA_A, LORA_B, MAGNITUDE)
@@ -153,8 +153,7 @@ class Adapters:
         weight = fetch(base[weight_of(path)])
         if path.endswith(MAGNITUDE):
             return self._norms(weight_of(path), weight).astype(shape.dtype)
-        floats = dequantised(weight) if isinstance(weight, qwix.QArray) else weight
-        return floats.astype(shape.dtype)
+        return floats(weight).astype(shape.dtype)
 
     def _norms(self, path: str, weight: Any) -> jax.Array:
         """Returns the norms of a weight over the inputs of each output, float32. Of a stack that is

@@ -147,8 +147,8 @@ def base_of(directory: str | os.PathLike) -> Path:
     name = str(hf.get("base_model_name_or_path") or "")
     if not name:
         raise ModelFileError(
-            f"{file}: base_model_name_or_path names no base of the adapter; set it to the directory "
-            "or the hub name of the model that it was trained over"
+            f"{file}: base_model_name_or_path names no base of the adapter; set it to the "
+            "directory or the hub name of the model that it was trained over"
         )
     places = (directory / name, Path(name))
     base = next((place for place in places if place.is_dir()), None)
@@ -161,8 +161,8 @@ def base_of(directory: str | os.PathLike) -> Path:
     if base is None or not (base / "config.json").is_file():
         raise ModelFileError(
             f"{file}: base_model_name_or_path: {name} is no directory of a model here, from "
-            f"{directory} or from {Path.cwd()}, and not in the cache of the hub; set it to the directory of the "
-            f"base, or run `hf download {name}`"
+            f"{directory} or from {Path.cwd()}, and not in the cache of the hub; set it to the "
+            f"directory of the base, or run `hf download {name}`"
         )
     return base
 

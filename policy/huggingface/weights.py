@@ -39,8 +39,9 @@ def read_weights(
     missing: Missing = "refuse",
     seed: int = 0,
 ) -> Weights:
-    """Reads the weights of `graph` as `model_directory.read_weights`. The adapter in `directory`, if
-    there is one, is merged in float32 into those of its base, before weights are stored quantised.
+    """Reads the weights of `graph` as `model_directory.read_weights`. The adapter in `directory`,
+    if there is one, is merged in float32 into those of its base, before weights are stored
+    quantised.
 
     Raises ModelFileError for files that are missing, damaged or of another model.
     """

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import qwix
 from jax.ad_checkpoint import checkpoint_name
 
 from policy.ops.host_memory import fetch
 from policy.ops.parameter import MatrixDims
 from policy.ops.projection import Projection
-from policy.ops.quantization import dequantised
+from policy.ops.quantization import floats
 
 SUM = "adapted"
 """The name of the result of an adapted product for policy/remat.py."""
@@ -83,12 +82,8 @@ class Adapted:
         product: computes those with A and B."""
         operands, outs = equation.split("->")
         letters, named = operands.split(",")
-        rows = "".join(named[dim] for dim in self.dims.rows)
-        columns = "".join(named[dim] for dim in self.dims.columns)
-        groups = "".join(letter for letter in named if letter not in rows + columns)
+        rows, columns, groups, of_a, of_b = _letters(named, self.dims, self.a, self.b)
         rank = next(letter for letter in ascii_letters if letter not in letters + named)
-        of_a = groups if self.a.ndim > len(rows) + 1 else ""
-        of_b = groups if self.b.ndim > len(columns) + 1 else ""
         kept = "".join(letter for letter in letters if letter not in rows)
         inner = "".join(letter for letter in of_a if letter not in letters) + kept + rank
         low = product(f"{letters},{of_a}{rows}{rank}->{inner}", x, self.a)
@@ -100,17 +95,34 @@ class Adapted:
         return jnp.einsum(f"{outs},{groups}{columns}->{outs}", y, self.factor.astype(y.dtype))
 
 
+class _Letters(NamedTuple):
+    """Letters of the dimensions of a weight in an equation: inputs E, outputs F and matrices G.
+    of_a, of_b: those of G that each factor has; none in a factor that experts share."""
+
+    rows: str
+    columns: str
+    groups: str
+    of_a: str
+    of_b: str
+
+
+def _letters(named: str, dims: MatrixDims, a: jax.Array, b: jax.Array) -> _Letters:
+    """Sorts the letters of a weight, one for each of its dimensions."""
+    rows = "".join(named[dim] for dim in dims.rows)
+    columns = "".join(named[dim] for dim in dims.columns)
+    groups = "".join(letter for letter in named if letter not in rows + columns)
+    of_a = groups if a.ndim > len(rows) + 1 else ""
+    of_b = groups if b.ndim > len(columns) + 1 else ""
+    return _Letters(rows, columns, groups, of_a, of_b)
+
+
 def norms(base: jax.Array, a: jax.Array, b: jax.Array, scale: float, dims: MatrixDims) -> jax.Array:
     """Computes |W + s B A| over the inputs of each output, float32[G..., F...], without the sum:
 
     |W|^2 + 2 s sum_r B (A W^T) + s^2 B (A A^T) B^T
     """
     letters = ascii_letters[: base.ndim]
-    rows = "".join(letters[dim] for dim in dims.rows)
-    columns = "".join(letters[dim] for dim in dims.columns)
-    groups = "".join(letter for letter in letters if letter not in rows + columns)
-    of_a = groups if a.ndim > len(rows) + 1 else ""
-    of_b = groups if b.ndim > len(columns) + 1 else ""
+    rows, columns, groups, of_a, of_b = _letters(letters, dims, a, b)
     base, a, b = (each.astype(jnp.float32) for each in (base, a, b))
     out = groups + columns
     squares = jnp.einsum(f"{letters},{letters}->{out}", base, base)
@@ -150,6 +162,4 @@ def dora_factors(parts: DoraParts, scale: float, dims: MatrixDims) -> jax.Array:
 
 def _floats(base: Any) -> jax.Array:
     """Returns the numbers of a weight in any of its forms, without an adapter."""
-    if isinstance(base, qwix.QArray):
-        return dequantised(base)
-    return base.weight if isinstance(base, Projection) else base
+    return base.weight if isinstance(base, Projection) else floats(base)

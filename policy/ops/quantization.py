@@ -174,6 +174,11 @@ def dequantised(weight: qwix.QArray) -> jax.Array:
     return (_in_blocks(values, counts) * scale).reshape(weight.shape)
 
 
+def floats(weight: jax.Array | qwix.QArray) -> jax.Array:
+    """Returns the numbers of a weight, dequantised if it is stored quantised."""
+    return dequantised(weight) if isinstance(weight, qwix.QArray) else weight
+
+
 def _nf4_numbers(codes: jax.Array) -> jax.Array:
     """Returns the numbers of codes by four choices, one for each bit: operations on single numbers,
     which become a part of the product that reads them. A lookup in a table would not.

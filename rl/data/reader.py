@@ -169,8 +169,8 @@ class DataReader:
         """Raises ConfigError or ModelError for a teacher that reads other ids than the run or ends
         texts elsewhere.
 
-        options: None, files, or the policy itself: nothing is checked. stop_token_ids: further ids that end a
-        completion of the stage.
+        options: None, files, or the policy itself: nothing is checked. stop_token_ids: further ids
+        that end a completion of the stage.
         """
         for each in () if options is None else options.models:
             teachers.check_teacher(

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-import policy
 import rl.stages
 from policy.attention import context_parallel
 from policy.config import DecoderConfig, Runtime
@@ -131,18 +130,18 @@ def first_model(config: RunConfig, prepared: Prepared, host: dict | None = None)
     host: the host.json of the checkpoint that the run goes on from; None: it starts. Raises
     ModelError if the base of an adapter is another one than it was.
     """
-    has_media = prepared.data.has_media
+    graph = prepared_graph(config, prepared, media=prepared.data.has_media)
     first = 0 if host is None else host["stage"]
-    if not adapters.trains_adapter(config, first):
-        return model(config, prepared, with_weights=host is None, media=has_media)
-    directory = None
+    if adapters.trains_adapter(config, first):
+        if host is not None:
+            base.check(config, graph, host)
+        decoder = read_model(config, graph, prepared.tokenizer, base.directory_of(config))
+        adapters.begin(decoder, config)
+        return decoder
     if host is not None:
-        graph_only = model(config, prepared, with_weights=False, media=has_media)
-        base.check(config, graph_only.graph, host)
-        directory = base.directory_of(config)
-    decoder = model(config, prepared, with_weights=True, media=has_media, directory=directory)
-    adapters.begin(decoder, config)
-    return decoder
+        return Model(graph, {})
+    directory = models.directory(config.model.source, weights=True)
+    return read_model(config, graph, prepared.tokenizer, directory)
 
 
 def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTables:
@@ -177,65 +176,57 @@ def media_tables(config: RunConfig, prepared: Prepared, graph: Graph) -> MediaTa
     return MediaTables(MediaEncoder(graph), loader, M, sizes=frozenset(sizes), block=block)
 
 
-def model(
-    config: RunConfig,
-    prepared: Prepared,
-    *,
-    with_weights: bool,
-    media: bool = False,
-    directory: Path | None = None,
-) -> Model:
-    """Returns the model on its mesh, without weights if a checkpoint will bring them. `media`: with
-    its towers. directory: the weights, in place of those of `model.source`.
+def prepared_graph(config: RunConfig, prepared: Prepared, *, media: bool = False) -> Graph:
+    """Returns the graph of the run's policy on its mesh, after every check that needs no weights.
+    media: with its towers.
 
     Raises ResourceError for missing devices or memory, ConfigError for options that do not fit the
     model, ModelError for a model that cannot be read.
     """
     options = config.model
     mesh = on_mesh(config)
-    try:
-        decoder, classes = decoder_of(options, prepared.tokenizer, media)
+    with _as_model_errors(options.source):
+        decoder = decoder_of(options, prepared.tokenizer, media)[0]
         _check(config, decoder, prepared.tokenizer)
         _check_runtime(options, decoder, mesh)
         graph = check_cut(policy_graph(config, decoder, mesh), config.mesh.sharding_tolerance)
         check_freeze(graph, config.stages)
         for stage in prepared.stages:
-            sharing_of(stage, graph)  # refuses `always` before weights are read
+            sharing_of(stage, graph)
         if media:
             _check_media(config, graph, prepared)
-        if not with_weights:
-            return Model(graph, {})
-        how = {"runtime": graph.runtime, "mesh": mesh}
-        directory = directory or models.directory(options.source, weights=True)
+    return graph
+
+
+def read_model(
+    config: RunConfig, graph: Graph, tokenizer: Tokenizer, directory: Path | None
+) -> Model:
+    """Returns the model of `graph` with the weights in `directory`; None: with random ones.
+
+    Raises ResourceError for missing memory, ModelError for weights that cannot be read.
+    """
+    options = config.model
+    with _as_model_errors(str(directory or options.source)):
         if directory is not None:
-            missing = part.missing if (part := options.multi_token_prediction) else "refuse"
-            how |= {"seed": config.seed, "missing": missing, "media": media}
-            return policy.load(directory, sections=options.sections, **how)
-        made = policy.create(decoder, config.seed, **how)
+            part = options.multi_token_prediction
+            missing = part.missing if part else "refuse"
+            weights = read_weights(directory, graph, missing=missing, seed=config.seed)
+            source = str(sources.base_of(directory))
+            return Model(graph, weights.params, weights.newly_initialized, source)
+        params = graph.init(config.seed)
+        classes = None if options.engram is None else decoder_of(options, tokenizer)[1]
+    return Model(graph, params if classes is None else set_classes(params, classes))
+
+
+@contextmanager
+def _as_model_errors(source: str) -> Iterator[None]:
+    """Raises the errors of reading the model `source` as those of a run."""
+    try:
+        yield
     except NoHostMemory as error:
         raise ResourceError(str(error)) from None
     except (ModelFileError, UnsupportedModel) as error:
-        raise ModelError(f"model {options.source}: {error}") from None
-    if classes is not None:
-        made.params = set_classes(made.params, classes)
-    return made
-
-
-def base_weights(config: RunConfig, graph: Graph, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns the weights under the adapter of a run on the mesh of `graph`. Raises ModelError if
-    they cannot be read."""
-    options = config.model
-    directory = base.directory_of(config)
-    if directory is None:
-        params = graph.init(config.seed)
-        classes = decoder_of(options, tokenizer)[1]
-        return params if classes is None else set_classes(params, classes)
-    part = options.multi_token_prediction
-    missing = part.missing if part else "refuse"
-    try:
-        return read_weights(directory, graph, missing=missing, seed=config.seed).params
-    except (ModelFileError, UnsupportedModel) as error:
-        raise ModelError(f"model {directory}: {error}") from None
+        raise ModelError(f"model {source}: {error}") from None
 
 
 def on_mesh(config: RunConfig, devices: Sequence[object] | None = None) -> Layout:
@@ -266,16 +257,14 @@ def graph(config: RunConfig, mesh: Layout) -> Graph:
 
     Reads the tokenizer only if the model or the pictures that a plan has may depend on it.
 
-    Raises ConfigError or ModelError as `model` does.
+    Raises ConfigError or ModelError as `prepared_graph` does.
     """
     options = config.model
     models.check_files(options.source, options.sections)
-    try:
+    with _as_model_errors(options.source):
         media = planned_rows(config) > 0
         tokenizer = read_tokenizer(config)[0] if options.engram is not None or media else None
         decoder = decoder_of(options, tokenizer, media)[0]
-    except (ModelFileError, UnsupportedModel) as error:
-        raise ModelError(f"model {options.source}: {error}") from None
     _check_runtime(options, decoder, mesh)
     return check_freeze(
         check_cut(policy_graph(config, decoder, mesh), config.mesh.sharding_tolerance),
@@ -290,15 +279,13 @@ def policy_graph(config: RunConfig, decoder: DecoderConfig, mesh: Layout) -> Gra
 
 
 def check_frozen(config: RunConfig) -> None:
-    """Raises ConfigError as `model` does for names in `freeze`, on one device and without
+    """Raises ConfigError as `prepared_graph` does for names in `freeze`, on one device and without
     weights."""
     options = config.model
     models.check_files(options.source, options.sections)
     tokenizer = read_tokenizer(config)[0] if options.engram is not None else None
-    try:
+    with _as_model_errors(options.source):
         decoder = decoder_of(options, tokenizer)[0]
-    except (ModelFileError, UnsupportedModel) as error:
-        raise ModelError(f"model {options.source}: {error}") from None
     check_freeze(Graph(decoder, Runtime(), layout({"fsdp": -1})), config.stages)
 
 

@@ -29,6 +29,7 @@ from rl.config.data import (
 )
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
+from rl.config.stage import RouterOptions
 from rl.data import models
 from rl.data import teacher as teachers
 from rl.data.hub import hub_name
@@ -73,6 +74,7 @@ def _faults(config: RunConfig) -> Iterator[Fault]:
     yield from changes.faults(config)
     stages = rl.stages.create(config)
     yield from _base_weights(config, stages)
+    yield from _biases(stages)
     trained = [stage.name for stage in stages if not stage.trains_policy]
     for stage in stages:
         yield from _datasets((*stage.path, "data"), stage.options.data)
@@ -283,6 +285,18 @@ def _base_weights(config: RunConfig, stages: Sequence[StageKind]) -> Iterator[Fa
             f"{weights}, but rollouts read the {kind} weights of model.base_weights; leave it out",
             key=("generator", "weights"),
         )
+
+
+def _biases(stages: Sequence[StageKind]) -> Iterator[Fault]:
+    """Checks that no stage of an adapter is to move the selection biases of routers."""
+    default = RouterOptions().bias_rate
+    for stage in stages:
+        if stage.trains_adapter and stage.options.router.bias_rate not in (0.0, default):
+            yield Fault(
+                "a stage that trains the adapter leaves the selection biases of routers as they "
+                "are; leave it out, set it to 0, or write `trains: weights`",
+                key=(*stage.path, "router", "bias_rate"),
+            )
 
 
 def _trained_weights(config: RunConfig, stage: StageKind) -> str | None:

@@ -248,8 +248,8 @@ class Run(Context):
         return host | self.best.to_host()
 
     def _check_saved(self, number: int, request: str, where: str, directory: str | None) -> None:
-        """Raises ResourceError if the newest checkpoint has another number; else Interrupted, if the
-        request is a signal and not `rl stop`."""
+        """Raises ResourceError if the newest checkpoint has another number; else Interrupted, if
+        the request is a signal and not `rl stop`."""
         newest = self.checkpoints.host()
         if newest is None or newest[0] != number:
             raise ResourceError(

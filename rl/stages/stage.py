@@ -344,7 +344,8 @@ class StageKind(StageWithRows, Generic[State]):
     def update(
         self, state: State, batch: Batch, step: int, table: StepTable | None = None, **options: Any
     ) -> tuple[State, dict[str, float]]:
-        """Makes the `updates_per_step` updates of a step, each on a mini-batch of equally many rows.
+        """Makes the `updates_per_step` updates of a step, each on a mini-batch of equally many
+        rows.
 
         step: its number in the stage, from 1. table: rows of pictures and sounds; None without
         them. options: for `Trainer.update`.

@@ -286,6 +286,7 @@ def read(*changed, adapter="{rank: 4}"):
         ([{"freeze": ["embed_tokens"]}], "stages.0.freeze: the stage trains an adapter and no"),
         ([{"indexer": {"training": "sparse"}}], "stages.0.indexer.training: indexers have no"),
         ([{"mtp": {}}], "stages.0.mtp: prediction modules have no adapter; set `trains: weights`"),
+        ([{"router": {"bias_rate": 0.01}}], "stages.0.router.bias_rate: a stage that trains the"),
         ([{}, {"trains": "weights"}], "stages.1.trains: an earlier stage trains an adapter"),
     ],
 )

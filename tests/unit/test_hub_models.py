@@ -136,7 +136,7 @@ def test_a_run_reads_model_tokenizer_and_stops_from_the_cache(cache):
         )
         prepared = prepare(config)
         assert prepared.stop_ids == (2, 7) and prepared.tokenizer.name_or_path == str(snapshot)
-        model = build.model(config, prepared, with_weights=True)
+        model = build.first_model(config, prepared)
         expected = policy.load(snapshot)
         assert all((model.params[path] == array).all() for path, array in expected.params.items())
         prepared.close()
@@ -189,7 +189,7 @@ def test_a_model_without_safetensors_or_configuration_never_starts_from_random_w
     config = load(["run.yml"], ["model=org/name"])
     prepared = prepare(config)
     with pytest.raises(ModelError, match="holds no safetensors"):
-        build.model(config, prepared, with_weights=True)
+        build.first_model(config, prepared)
     prepared.close()
     (snapshot / "config.json").unlink()
     forget()

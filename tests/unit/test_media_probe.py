@@ -40,7 +40,7 @@ def test_pictures_that_no_step_shows_need_no_rows():
         assert prepared.data.has_media and not any(
             each.expanded for each in prepared.evaluation_problems
         )
-        model = build.model(given, prepared, with_weights=False, media=True)
-        assert build.media_tables(given, prepared, model.graph).M == 1
+        graph = build.prepared_graph(given, prepared, media=True)
+        assert build.media_tables(given, prepared, graph).M == 1
     finally:
         prepared.close()

@@ -62,7 +62,7 @@ def built(*more: str) -> None:
     config = load([CONFIG], options("evaluation=null", *more))
     prepared = prepare(config)
     try:
-        build.model(config, prepared, with_weights=False, media=prepared.data.has_media)
+        build.prepared_graph(config, prepared, media=prepared.data.has_media)
     finally:
         prepared.close()
 

@@ -124,8 +124,8 @@ def _refuse(path: Path, hf: dict[str, Any]) -> None:
     start = hf.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASE):
         raise ModelFileError(
-            f"{path}: init_lora_weights is {start!r}, which changed the base model when the adapter "
-            "was made. Save the adapter with peft, "
+            f"{path}: init_lora_weights is {start!r}, which changed the base model when the "
+            "adapter was made. Save the adapter with peft, "
             "save_pretrained(..., path_initial_model_for_weight_conversion=...), which writes one "
             "for the unchanged base"
         )

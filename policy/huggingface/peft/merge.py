@@ -11,13 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import qwix
 
 from policy.adapter_spec import LORA_A, LORA_B, MAGNITUDE, AdapterSpec
 from policy.huggingface.peft.targets import EMBEDDING, HEAD
 from policy.model import Graph
 from policy.ops.parameter import MatrixDims
-from policy.ops.quantization import dequantised
+from policy.ops.quantization import floats
 
 # |change| / |W| below which bfloat16 loses a sixth of the change and more.
 SMALL_CHANGE = 1e-2
@@ -75,10 +74,8 @@ def merged_weight(
 ) -> tuple[jax.Array, float]:
     """Returns the weight at `path` with its adapter, whose arrays are in `adapter` by path, in the
     type of the weights of `graph`, and |change| / |W|."""
-    if isinstance(weight, qwix.QArray):
-        weight = dequantised(weight)
     total, change = _merge(
-        weight,
+        floats(weight),
         adapter[f"{path}{LORA_A}"],
         adapter[f"{path}{LORA_B}"],
         adapter.get(f"{path}{MAGNITUDE}") if spec.dora else None,

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from qwix import QArray
 
 from policy.adapter_spec import LORA_A, LORA_B, MAGNITUDE, AdapterSpec
 from policy.huggingface.peft import coverage
@@ -38,7 +37,7 @@ from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
 from policy.mesh import processes
 from policy.model import Graph
 from policy.ops.parameter import MatrixDims
-from policy.ops.quantization import dequantised
+from policy.ops.quantization import floats
 
 
 class Adapter(NamedTuple):
@@ -72,9 +71,9 @@ def read_adapter(
     `base` are the weights of the model. They are needed where the files say a part of an array
     only: full weights of some layers, lengths (DoRA) of some layers, and adapters of weights that
     have none in Duet, such as routers, which are returned as full weights. `ignore` names tensors
-    of the model that are no weights of `graph`, such as the score of a reward model. Raises ModelFileError
-    for files that are missing or damaged, tensors that are missing or unexpected, and adapters
-    that Duet does not compute, before `base` is read.
+    of the model that are no weights of `graph`, such as the score of a reward model. Raises
+    ModelFileError for files that are missing or damaged, tensors that are missing or unexpected,
+    and adapters that Duet does not compute, before `base` is read.
     """
     config = read_adapter_config(directory)
     files = TensorFiles(directory, only=_tensor_file(Path(directory)))
@@ -125,8 +124,8 @@ class _Assembly:
         return Adapter(spec, params, self._config.base, self._resolved.others)
 
     def _pieces(self, tensor: AdaptedTensor) -> list[_Piece]:
-        """Returns the factors of each part of a stored tensor. Two factors of zeros are none, as are
-        those of a part whose rows of B are all 0 next to others that are not."""
+        """Returns the factors of each part of a stored tensor. Two factors of zeros are none, as
+        are those of a part whose rows of B are all 0 next to others that are not."""
         pairs = tensor.form.split(tensor.stored)
         if len(pairs) > 1:
             outputs = len(self._graph.product_dims(tensor.place.weight.path).columns)
@@ -251,8 +250,7 @@ class _Assembly:
                 f"{self._directory}: the files have {what} of {path} that Duet can only read "
                 "together with the base model"
             )
-        weight = self._base[path]
-        return processes.on_host(dequantised(weight) if isinstance(weight, QArray) else weight)
+        return processes.on_host(floats(self._base[path]))
 
     def _check_tied(self, pieces: list[_Piece], full: dict[str, np.ndarray]) -> None:
         """Raises ModelFileError for an adapter that gives the embedding and the head of a model

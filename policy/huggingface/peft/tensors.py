@@ -182,8 +182,8 @@ class _Resolver:
             )
         if "lengths" in keys and not self._config.dora:
             raise ModelFileError(
-                f"{self._directory}: {TENSORS}: unexpected tensor {keys['lengths']}, since use_dora "
-                f"is not set in {self._config.path.name}"
+                f"{self._directory}: {TENSORS}: unexpected tensor {keys['lengths']}, since "
+                f"use_dora is not set in {self._config.path.name}"
             )
         lengths = self._array(keys["lengths"]) if self._config.dora else None
         return Pair(self._array(keys["A"]), self._array(keys["B"]), lengths)

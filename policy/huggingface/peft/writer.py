@@ -75,10 +75,11 @@ def write_adapter(
 
     `params` has the arrays of the adapter by path, and the weights in `spec.train`. `base` is the
     name of the base model, for `base_model_name_or_path`. If it is the directory of a multimodal
-    model, modules have the names of that model, also where `graph` is its text model. Returns the names of the tensors that
-    PEFT 0.21 leaves out when it loads the files, without a message: adapters of dense and shared
-    feed-forwards where it renames experts, and weights trained in full that are no module's
-    `weight` or `bias` in transformers. All processes take part; the first one writes.
+    model, modules have the names of that model, also where `graph` is its text model. Returns the
+    names of the tensors that PEFT 0.21 leaves out when it loads the files, without a message:
+    adapters of dense and shared feed-forwards where it renames experts, and weights trained in full
+    that are no module's `weight` or `bias` in transformers. All processes take part; the first one
+    writes.
     """
     host = {path: processes.on_host(array) for path, array in params.items()}
     modules = list(_modules(graph, _with_partners(graph, host)))

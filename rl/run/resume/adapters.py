@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import qwix
 
 from policy.adapters.learning import Adapters, is_adapter
 from policy.huggingface.peft.reader import Adapter, read_adapter
@@ -16,7 +15,7 @@ from policy.huggingface.peft.targets import TargetError, resolved
 from policy.huggingface.tensorfiles import ModelFileError
 from policy.mesh import processes
 from policy.model import Graph, Model
-from policy.ops.quantization import dequantised
+from policy.ops.quantization import floats
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
 from rl.data import models
@@ -95,7 +94,7 @@ def _ones(graph: Graph) -> Callable[[str], np.ndarray]:
 
 
 def _on_host(weight: Any) -> np.ndarray:
-    return processes.on_host(dequantised(weight) if isinstance(weight, qwix.QArray) else weight)
+    return processes.on_host(floats(weight))
 
 
 def _stored(source: str, graph: Graph, weights: Mapping[str, np.ndarray]) -> Adapter:

@@ -1,9 +1,9 @@
 """The base of the adapter of a run: the weights that its stages leave as they are.
 
-They are those of `model.source`, or random ones of the seed. Where stages trained the weights before
-the first one that trains the adapter, the run keeps them in its folder `base/`. Checkpoints of the
-stages that train the adapter do not hold the base; they name it by a hash, with which a run that
-goes on compares the base that it finds.
+They are those of `model.source`, or random ones of the seed. Where stages trained the weights
+before the first one that trains the adapter, the run keeps them in its folder `base/`. Checkpoints
+of the stages that train the adapter do not hold the base; they name it by a hash, with which a run
+that goes on compares the base that it finds.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class BaseIdentity:
 
     source: its directory, or the name of its architecture. sha256: of config.json and the weights,
     for random weights of what they follow from. dtype: of the weights. base_weights: the format in
-    which they are stored quantised, if they are. adapter: a hash of rank, scale and adapted weights.
+    which they are stored quantised, if they are. adapter: a hash of rank, scale and adapted
+    weights.
     """
 
     source: str

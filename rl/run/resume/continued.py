@@ -1,8 +1,8 @@
 """Compares a configuration with that of the run which it continues. Free of jax.
 
 Keys of `rl.config.changes.changeable` may differ: they hold from the next step on, and `changes`
-lists what held before. Other keys under `run`, `profile` and `export` change what is kept and shown. All
-other keys must be the same.
+lists what held before. Other keys under `run`, `profile` and `export` change what is kept and
+shown. All other keys must be the same.
 """
 
 from __future__ import annotations

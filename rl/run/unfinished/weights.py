@@ -35,6 +35,7 @@ from rl.run.unfinished.checkpoints import StoredCheckpoint, chosen
 from rl.run.unfinished.stop import in_use
 from rl.stages import kind_of
 from rl.stages.export import generation
+from rl.stages.export.base import directory_of
 from rollout.media.processors import Processors
 
 if TYPE_CHECKING:
@@ -161,11 +162,12 @@ class CheckpointWeights:
         return Model(graph, {**base, **own})
 
     def _base(self, checkpoint: StoredCheckpoint, graph: Graph) -> dict[str, Any]:
-        """Returns the weights under the adapter of a checkpoint. Raises ModelError if they are other
-        ones than it was trained over."""
+        """Returns the weights under the adapter of a checkpoint. Raises ModelError if they are
+        other ones than it was trained over."""
         host = json.loads((checkpoint.path / HOST).read_text(encoding="utf-8"))
         check(self.config, graph, host, files_only=True)
-        return build.base_weights(self.config, graph, self.tokenizer)
+        directory = directory_of(self.config)
+        return build.read_model(self.config, graph, self.tokenizer, directory).params
 
     def _line(self, checkpoint: StoredCheckpoint) -> str:
         stage = self.config.stages[checkpoint.stage]

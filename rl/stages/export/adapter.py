@@ -86,8 +86,8 @@ def write_readme(context: Context, directory: Path, what: Literal["adapter", "me
     else:
         of_bits = f", dequantised from {bits}" if bits else ""
         text = (
-            f"The weights of {base}{of_bits}, with an adapter of rank {spec.rank} merged in float32 "
-            f"and stored in {config.model.param_dtype}."
+            f"The weights of {base}{of_bits}, with an adapter of rank {spec.rank} merged in "
+            f"float32 and stored in {config.model.param_dtype}."
         )
     (directory / README).write_text(f"{text}\n", encoding="utf-8")
 

@@ -41,8 +41,8 @@ def sampled_metrics(
 
 def group_metrics(rollouts: Rollouts, scores: Scores, *, drafted: bool) -> dict[str, float]:
     """Returns rewards and lengths of a step, also by source, by the names of docs/metrics.md. If
-    nothing was scored, `reward/mean` is NaN, and the other statistics of rewards are absent. Without
-    reward functions all of them are.
+    nothing was scored, `reward/mean` is NaN, and the other statistics of rewards are absent.
+    Without reward functions all of them are.
 
     drafted: adds the tokens that drafts gained.
     """

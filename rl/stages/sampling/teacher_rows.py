@@ -37,8 +37,8 @@ def check_rows(
             value = example.columns.get(str(options.by))
             if str(value) not in options.sources:
                 raise DataError(
-                    f"{example.where}: {options.by} is {value!r}, and teacher.sources has no teacher "
-                    f"for it ({', '.join(sorted(options.sources))})"
+                    f"{example.where}: {options.by} is {value!r}, and teacher.sources has no "
+                    f"teacher for it ({', '.join(sorted(options.sources))})"
                 )
         if prompt is not None:
             length = len(prompt.ids(example, "" if prompt.reads_success else None))

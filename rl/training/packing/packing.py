@@ -259,8 +259,8 @@ def plan_packing(segments_NT: np.ndarray, rows: int, length: int | None = None) 
 def plan_rows(
     segments_NT: np.ndarray, bounds: RowBounds, history: RowHistory | None = None
 ) -> tuple[Packing, RowShape]:
-    """Returns (the packing of the rows of a batch in the shape that fits them, that shape). history:
-    as in choose_shape."""
+    """Returns (the packing of the rows of a batch in the shape that fits them, that shape).
+    history: as in choose_shape."""
     segments = np.asarray(segments_NT)
     lengths = np.count_nonzero(segments, axis=1)
     sequences = segments.max(axis=1, initial=0)

@@ -39,8 +39,8 @@ OVERHEAD_ON_CPU = 40
 """The same as measured with SmolLM2-135M on two cores, where products of few rows and reading the
 weights count too: eight micro-batches of 72 tokens take 4.7 s, one of 576 takes 3.25 s."""
 MOST_OVERHEAD = 0.1
-"""By how much the real tokens, divided by the cost with OVERHEAD_ON_CPU, may lie below FULL_ENOUGH in
-a shape that ends the search."""
+"""By how much the real tokens, divided by the cost with OVERHEAD_ON_CPU, may lie below FULL_ENOUGH
+in a shape that ends the search."""
 LEAST_SAVED = 0.02
 """A new shape that saves a smaller share of the cost is not worth a program."""
 MARGIN = 0.01
@@ -285,7 +285,8 @@ class _Costs:
         return math.inf if computed is None else computed + self._passes(shape) * overhead
 
     def cheapest(self, shapes: Iterable[RowShape]) -> RowShape | None:
-        """Returns the cheapest of the shapes, the first of several; None: the sequences fit none."""
+        """Returns the cheapest of the shapes, the first of several; None: the sequences fit
+        none."""
         fitting = [shape for shape in shapes if self.computed(shape) is not None]
         return min(fitting, key=self.cost, default=None)
 
