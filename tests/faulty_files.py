@@ -103,11 +103,14 @@ def die(number: int) -> Action:
 
 
 def die_within(number: int) -> Action:
-    """Kills the process when this operation has written half of its bytes."""
+    """Kills the process when this operation has written half of its bytes, or before it if it
+    writes nothing."""
 
     def act(call: Call) -> None:
-        if call.number == number:
+        if call.number == number and call.name in ("put_file", "pipe_file", "get_file"):
             call.cut = -2
+        elif call.number == number:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     return act
 

@@ -94,7 +94,10 @@ class Store:
 
         def act() -> None:
             callback = {} if progress is None else {"callback": _callback(progress)}
+            size = _facts(self._info(self._path(name))).size
             self._files.get_file(self._path(name), str(file), **callback)
+            if (arrived := file.stat().st_size) != size:
+                raise DamagedCopy(f"{arrived} of {size} bytes arrived")
 
         file.parent.mkdir(parents=True, exist_ok=True)
         self._call("reading", name, act)

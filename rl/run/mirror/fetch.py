@@ -1,0 +1,224 @@
+"""Fetches a run from its remote folder, where that is further than the local one: records and
+folders with weights first, then the checkpoint, which appears in one step.
+
+A process that is killed meanwhile leaves a local folder without that checkpoint, and the next start
+fetches it again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rl.errors import ConfigError, ResourceError, disk_room, no_room
+from rl.records.run_files import ATTEMPTS, attempt_entries
+from rl.remote.faults import RemoteError
+from rl.remote.lock import LOCK
+from rl.run.manifest import CHECKPOINT_FOLDER, MANIFEST, complete, examine, file_hash
+from rl.run.mirror.remote_run import FILES, Listing, RemoteCheckpoint, RemoteRun
+
+_FETCHING = "tmp-remote"
+_LOG = logging.getLogger("duet.remote")
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What a start took from the remote folder. checkpoint: its number; None: there is none
+    there. problems: checkpoints that were passed over."""
+
+    checkpoint: int | None
+    problems: tuple[str, ...] = ()
+
+
+class _Damaged(Exception):
+    """A checkpoint or folder that cannot be used; the text says why."""
+
+
+def fetch(remote: RemoteRun, run: Path) -> Fetched:
+    """Makes the local folder of a run as far as the remote one. A local checkpoint with the same or
+    a larger number wins, and nothing is fetched then.
+
+    Raises ConfigError if the folders hold different runs, or the remote one something else,
+    RemoteError if it cannot be read or holds damaged checkpoints only, ResourceError without room.
+    """
+    listing = Listing(remote.store.list())
+    local = [n for n, path in complete(run / CHECKPOINT_FOLDER) if not examine(path, False)[1]]
+    _check_same_run(remote, run, listing)
+    for each in listing.unfinished():
+        _LOG.warning(
+            "%s/%s: its upload was cut off (no %s); passed over",
+            remote.store.url,
+            each.folder,
+            MANIFEST,
+        )
+    newer = [each for each in listing.checkpoints() if not local or each.number > local[0]]
+    if local and not newer:
+        return Fetched(None)
+    if not newer and complete(run / CHECKPOINT_FOLDER):
+        return Fetched(None)
+    try:
+        return _fetch_newest(remote, run, listing, newer)
+    except OSError as error:
+        room = f" ({disk_room(run)})" if no_room(error) else ""
+        raise ResourceError(f"run.dir: {run}: {error}{room}") from None
+
+
+def _fetch_newest(
+    remote: RemoteRun, run: Path, listing: Listing, newer: list[RemoteCheckpoint]
+) -> Fetched:
+    is_new = not (run / ATTEMPTS).exists()
+    problems = []
+    for each in newer:
+        try:
+            manifest = _manifest(remote, each)
+            if not problems:
+                _fetch_records(remote, run, listing)
+                _fetch_models(remote, run, listing)
+            _fetch_checkpoint(remote, run, each, manifest)
+        except _Damaged as error:
+            problems.append(f"{remote.store.url}/{each.folder}: {error}")
+            remote.damaged.add(each.name)
+            _LOG.warning("%s; passed over", problems[-1])
+            continue
+        _LOG.warning("%s: checkpoint %d is fetched to %s", remote.store.url, each.number, run)
+        return Fetched(each.number, tuple(problems))
+    if problems and not complete(run / CHECKPOINT_FOLDER):
+        lines = "\n".join(f"  {each}" for each in problems)
+        raise RemoteError(
+            f"run.remote: no checkpoint is undamaged:\n{lines}\nChoose another run.remote and "
+            "run.dir for a new run, or restore these files"
+        )
+    if not newer and is_new and listing.records():
+        _fetch_records(remote, run, listing)
+    return Fetched(None, tuple(problems))
+
+
+def _check_same_run(remote: RemoteRun, run: Path, listing: Listing) -> None:
+    """Raises ConfigError if the remote folder holds something else than the run of the local
+    one."""
+    url = remote.store.url
+    if listing.is_foreign():
+        some = ", ".join(sorted(listing.objects.keys() - {LOCK})[:3])
+        raise ConfigError(
+            f"run.remote: {url} holds files but no run ({some}); choose a folder of its own, such "
+            f"as {url}/run-1"
+        )
+    here = attempt_entries(run, [])
+    if not here or ATTEMPTS not in listing.objects:
+        return
+    try:
+        there = json.loads(remote.store.read(ATTEMPTS))["attempts"]
+        is_same = _first(there) == _first(here)
+    except (ValueError, KeyError, TypeError, IndexError, FileNotFoundError):
+        return
+    if not is_same:
+        raise ConfigError(
+            f"run.remote: {url} holds another run than {run}. Choose another run.remote, or an "
+            "empty run.dir to go on with the run that is there"
+        )
+
+
+def _first(attempts: Sequence[Mapping[str, Any]]) -> tuple[object, object]:
+    """Returns by what a run is known: start and machine of its first attempt."""
+    return attempts[0].get("start"), attempts[0].get("host")
+
+
+def _manifest(remote: RemoteRun, checkpoint: RemoteCheckpoint) -> dict[str, Any]:
+    try:
+        manifest = json.loads(remote.store.read(f"{checkpoint.folder}/{MANIFEST}"))
+        files = manifest["files"]
+    except (ValueError, KeyError, TypeError, FileNotFoundError):
+        raise _Damaged(f"{MANIFEST}: truncated or altered") from None
+    for name, facts in files.items():
+        if not (_is_below(name) and isinstance(facts, dict) and "sha256" in facts):
+            raise _Damaged(f"{MANIFEST}: {name!r} is no file of a checkpoint")
+    return manifest
+
+
+def _fetch_checkpoint(
+    remote: RemoteRun, run: Path, checkpoint: RemoteCheckpoint, manifest: Mapping[str, Any]
+) -> None:
+    """Writes a checkpoint to the local folder. Raises _Damaged."""
+    target = run / checkpoint.folder
+    unfinished = target.with_name(f"{checkpoint.name}.{_FETCHING}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    names = [*manifest["files"], MANIFEST]
+    size = sum(facts["size"] for facts in manifest["files"].values())
+    if shutil.disk_usage(run).free < size:
+        raise ResourceError(
+            f"run.remote: no room for checkpoint {checkpoint.number} of {remote.store.url} "
+            f"({disk_room(run, size)})"
+        )
+    try:
+        _get_all(remote, checkpoint.folder, names, unfinished)
+        wrong = examine(unfinished)[1]
+        if wrong:
+            raise _Damaged("; ".join(wrong))
+        if target.exists():
+            shutil.rmtree(target)
+        unfinished.rename(target)
+    except FileNotFoundError as error:
+        raise _Damaged(f"{error}: missing") from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _fetch_records(remote: RemoteRun, run: Path, listing: Listing) -> None:
+    """Replaces the local records by the remote ones."""
+
+    def get(name: str) -> None:
+        temporary = run / f"{name}.tmp"
+        remote.store.get(name, temporary)
+        temporary.replace(run / name)
+
+    names = listing.records()
+    remote.store.for_each(get, names)
+    remote.mark_sent(names)
+
+
+def _fetch_models(remote: RemoteRun, run: Path, listing: Listing) -> None:
+    """Writes the folders with weights that the local folder lacks, each in one step."""
+    for folder in listing.model_folders():
+        target = run / folder
+        if target.exists() or not _is_below(folder):
+            continue
+        unfinished = target.with_name(f"{target.name}.tmp")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            files = json.loads(remote.store.read(f"{folder}{FILES}"))
+            if not all(map(_is_below, files)):
+                raise RemoteError(f"{remote.store.url}/{folder}{FILES}: names of no files below it")
+            _get_all(remote, folder, files, unfinished)
+            _check_files(remote, folder, files, unfinished)
+            unfinished.rename(target)
+        except FileNotFoundError as error:
+            raise RemoteError(f"{remote.store.url}/{folder}: {error}: missing") from None
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _check_files(remote: RemoteRun, folder: str, files: Mapping[str, Any], directory: Path) -> None:
+    for name, facts in files.items():
+        if file_hash(directory / name) != facts["sha256"]:
+            raise RemoteError(
+                f"{remote.store.url}/{folder}/{name}: its bytes changed (SHA-256). Restore the "
+                f"object, or remove {folder}{FILES} if the run can do without this folder"
+            )
+
+
+def _get_all(remote: RemoteRun, folder: str, names: Any, directory: Path) -> None:
+    directory.mkdir(parents=True)
+    remote.store.for_each(
+        lambda name: remote.store.get(f"{folder}/{name}", directory / name), list(names)
+    )
+
+
+def _is_below(name: str) -> bool:
+    """Tells whether a name from a remote file stays in the folder that it is relative to."""
+    path = PurePosixPath(name)
+    return bool(name) and not path.is_absolute() and ".." not in path.parts

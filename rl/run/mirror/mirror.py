@@ -1,0 +1,153 @@
+"""The mirror of a run while it goes on: a thread that uploads after each checkpoint, and the lock of
+the remote folder.
+
+There is no list of uploads to wait for: the thread makes the remote folder like the local one, and
+begins again if a checkpoint was written meanwhile. If uploads are slower than checkpoints, some
+checkpoints are never sent, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+
+from rewards.text import quoted
+from rl.errors import DuetError
+from rl.remote.faults import RemoteError, Retries
+from rl.remote.lock import LeaseTimes, Lock, LockHeld
+from rl.remote.store import Store
+from rl.run.mirror.fetch import fetch
+from rl.run.mirror.local_files import clear_staging
+from rl.run.mirror.remote_run import RemoteRun
+from rl.run.signals import StopSignal
+
+_LOG = logging.getLogger("duet.remote")
+_WARN_EVERY_S = 600.0
+"""Seconds between warnings that uploads are slower than checkpoints."""
+
+
+class Mirror:
+    """Keeps a remote folder like the folder of a run while it is entered.
+
+    Entering takes the lock of the remote folder and fetches what is newer there. Leaving waits for
+    the last upload, and raises RemoteError if that fails and nothing else has ended the run; the
+    local folder is complete then. The caller holds the lock of the local folder.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        run: Path,
+        keep: int,
+        needed: Callable[[dict], Iterable[int]] = lambda host: (),
+        retries: Retries = Retries(),
+        times: LeaseTimes = LeaseTimes(),
+    ):
+        """keep, needed: as of `Checkpoints`. Raises ConfigError for a URL that cannot be used."""
+        self._run = run
+        self._store = Store(url, retries)
+        self._lock = Lock(self._store, run, times)
+        self._remote = RemoteRun(self._store, run, keep, needed, self._lock.check)
+        self._wake = threading.Event()
+        self._ending = threading.Event()
+        self._failure: Exception | None = None
+        self._began: float | None = None  # when the upload that is under way began
+        self._warned = float("-inf")
+        self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
+
+    def __enter__(self) -> Mirror:
+        self._lock.acquire()
+        try:
+            clear_staging(self._run)
+            self._store.remove_parts()
+            fetch(self._remote, self._run)
+        except BaseException:
+            self._lock.release()
+            raise
+        self._thread.start()
+        return self
+
+    def checkpoint_written(self) -> None:
+        """Has the run uploaded. Returns at once."""
+        began = self._began
+        if began is not None and time.monotonic() - self._warned > _WARN_EVERY_S:
+            self._warned = time.monotonic()
+            _LOG.warning(
+                "run.remote: a checkpoint was written, and the upload before it to %s has been "
+                "going on for %.0f s. Uploads that are slower than checkpoints leave some out; "
+                "raise run.checkpoint_every",
+                self._store.url,
+                time.monotonic() - began,
+            )
+        self._wake.set()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        at_once = kind is not None and issubclass(kind, (KeyboardInterrupt, GeneratorExit))
+        if not at_once:
+            self._finish()
+        self._lock.release()
+        if self._failure is None or at_once:
+            return
+        text = (
+            f"run.remote: {self._store.url} lacks the last changes of the run: {self._failure}. "
+            f"They are safe in {self._run}; `rl-train {quoted(self._run)}` sends them"
+        )
+        if kind is None:
+            raise RemoteError(text)
+        _LOG.error("%s", text)
+
+    def _finish(self) -> None:
+        """Waits for the last upload. A signal to stop does not end the wait; the second Ctrl-C
+        does."""
+        self._ending.set()
+        self._wake.set()
+        with StopSignal():
+            self._thread.join(1.0)
+            if self._thread.is_alive():
+                _LOG.warning("waiting for the upload to %s", self._store.url)
+            while self._thread.is_alive():
+                self._thread.join(0.2)
+
+    def _work(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            is_last = self._ending.is_set()
+            self._upload()
+            if isinstance(self._failure, LockHeld) or is_last:
+                return
+
+    def _upload(self) -> None:
+        self._began = time.monotonic()
+        try:
+            number = self._send()
+            self._failure = None
+            _LOG.info("%s has checkpoint %s", self._store.url, number)
+        except DuetError as error:
+            self._failure = error
+            _LOG.error(
+                "NOT uploaded: %s. The run goes on, and the next checkpoint tries again", error
+            )
+        except Exception as error:  # the run goes on in any case; the end of the run shows it
+            self._failure = error
+            _LOG.exception("NOT uploaded to %s", self._store.url)
+        finally:
+            self._began = None
+
+    def _send(self) -> int | None:
+        """Uploads. Begins again if the run has replaced or removed what was to be sent."""
+        for _ in range(3):
+            try:
+                return self._remote.upload()
+            except FileNotFoundError as error:
+                _LOG.info("%s is gone; the upload begins again", error)
+        return self._remote.upload()
