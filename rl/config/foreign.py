@@ -265,7 +265,7 @@ ABSENT: dict[str, str] = {
         "write `model.base_weights: nf4` (or int8, int4, fp8), with `model.adapter`",
     ),
     "resume_from_checkpoint": "leave this out: `rl-train RUN` continues a run",
-    "report_to": "write `run.tensorboard` or `run.wandb`",
+    "report_to": "write `run.tensorboard`, `run.wandb`, `run.mlflow` or `run.trackio`",
     "ppo_mini_batch_size": "write `stages.N.updates_per_step`: prompts_per_step divided by this "
     "number",
 }

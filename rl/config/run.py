@@ -11,6 +11,7 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, LiteralString, cast
+from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -35,6 +36,47 @@ class WandbOptions(Strict):
     name: str | None = Field(default=None, description="default: the name of the run's folder")
     mode: Literal["online", "offline"] = Field(
         default="offline", description="offline writes to the run's folder and needs no account"
+    )
+
+
+class MLflowOptions(Strict):
+    """Mirror of events.jsonl to MLflow ([trackers.md](trackers.md#mlflow))."""
+
+    experiment: str = Field(
+        default="duet", min_length=1, description="experiment of the run; it is made if missing"
+    )
+    name: str | None = Field(default=None, description="default: the name of the run's folder")
+    uri: str | None = Field(
+        default=None,
+        description="tracking server or store, such as http://host:5000; null: that of "
+        "MLFLOW_TRACKING_URI, or else a SQLite file in the folder mlflow/ of the run",
+    )
+
+    @field_validator("uri")
+    @classmethod
+    def _without_password(cls, uri: str | None) -> str | None:
+        if uri is not None and "@" in urlsplit(uri).netloc:
+            raise ValueError(
+                "the address holds a user or a password, which the run would save; set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment, or the "
+                "full address as MLFLOW_TRACKING_URI"
+            )
+        return uri
+
+
+class TrackioOptions(Strict):
+    """Mirror of events.jsonl to Trackio ([trackers.md](trackers.md#trackio))."""
+
+    project: str = Field(default="duet", min_length=1, description="project of the run")
+    name: str | None = Field(
+        default=None,
+        description="first part of the run's name, which ends with an id of its own; default: "
+        "the name of the run's folder",
+    )
+    space: str | None = Field(
+        default=None,
+        description="Space of the Hugging Face hub that shows the run, USER/NAME; null: that of "
+        "TRACKIO_SPACE_ID, or else the folder TRACKIO_DIR, or else the folder trackio/ of the run",
     )
 
 
@@ -94,6 +136,12 @@ class RunOptions(Strict):
     log_every: int = Field(default=1, ge=1, description="steps between lines on the console")
     wandb: WandbOptions | None = Field(
         default=None, description="mirror to Weights & Biases; `{}` for its defaults"
+    )
+    mlflow: MLflowOptions | None = Field(
+        default=None, description="mirror to MLflow; `{}` for its defaults"
+    )
+    trackio: TrackioOptions | None = Field(
+        default=None, description="mirror to Trackio; `{}` for its defaults"
     )
     tensorboard: bool = Field(
         default=False, description="mirror to the folder tensorboard/ of the run"

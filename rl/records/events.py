@@ -31,7 +31,8 @@ from rl.records.run_files import EVENTS
 from rl.records.samples import SampleLog
 from rl.records.schema import RecordedLine, SampleRecord
 from rl.records.thumbnails import Thumbnails
-from rl.records.trackers import Mirror, mirrors
+from rl.records.trackers.mirror import Mirror
+from rl.records.trackers.mirrors import mirrors
 
 if TYPE_CHECKING:
     from rollout.media.reference import Reference

@@ -7,6 +7,7 @@ The checks are fast and import no jax. They run before anything is built, and fo
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -59,6 +60,7 @@ def _faults(config: RunConfig) -> Iterator[Fault]:
         yield Fault(_NO_LOCAL_PATH.format(directory), key=("run", "dir"))
     elif directory is not None and Path(directory).exists() and not Path(directory).is_dir():
         yield Fault(f"{directory} exists and is not a directory", key=("run", "dir"))
+    yield from _trackers(config)
     yield from _model(config)
     yield from _features(config)
     yield from _quantization(config)
@@ -91,6 +93,17 @@ def _faults(config: RunConfig) -> Iterator[Fault]:
             "no stage learns from a teacher; leave it out, or add a stage of distill, gkd or opd",
             key=("teacher",),
         )
+
+
+def _trackers(config: RunConfig) -> Iterator[Fault]:
+    """Checks that the packages of the trackers are installed."""
+    for name in ("mlflow", "trackio"):
+        if getattr(config.run, name) is not None and importlib.util.find_spec(name) is None:
+            yield Fault(
+                f"the package {name} is not installed",
+                f"pip install 'duet-rl[{name}]'",
+                key=("run", name),
+            )
 
 
 def decoder_of(model: ModelOptions) -> DecoderConfig | None:

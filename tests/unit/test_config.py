@@ -964,6 +964,10 @@ def test_every_key_of_the_schema_that_is_a_path_says_so():
         "multi_token_prediction.missing",
         "wandb.name",
         "wandb.mode",
+        "mlflow.name",
+        "mlflow.uri",
+        "trackio.name",
+        "trackio.space",
         "tensorboard",
     }
     no_paths |= {

@@ -12,10 +12,10 @@ import pytest
 
 from rl.config.run import RunConfig
 from rl.errors import ResourceError
-from rl.records import trackers
 from rl.records.events import EventLog, Events, read
 from rl.records.run_files import EVENTS, SAMPLES, TOKENS
 from rl.records.samples import TOKEN
+from rl.records.trackers import mirrors
 from rl.run.steps.remaining_time import RemainingTime
 
 STAGES = ["sft", "grpo"]
@@ -249,7 +249,7 @@ def test_a_failing_mirror_warns_once_and_the_record_goes_on(tmp_path, monkeypatc
         def step(self, *arguments):
             raise OSError("disk full")
 
-    monkeypatch.setattr(trackers, "TensorBoard", Broken)
+    monkeypatch.setattr(mirrors, "TensorBoard", Broken)
     events = Events(config(tensorboard=True), tmp_path)
     events.start_stage("sft", 2)
     with pytest.warns(UserWarning, match="TensorBoard failed.*disk full"):
