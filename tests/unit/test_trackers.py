@@ -133,7 +133,7 @@ def test_a_tracker_that_fails_warns_once_and_the_record_goes_on(tmp_path, monkey
     assert [row["step"] for row in read(tmp_path / EVENTS)] == [0, 1, 2]
 
 
-def test_requests_hold_whole_steps_and_no_more_metrics_than_mlflow_accepts():
+def test_no_request_splits_a_step_or_has_more_metrics_than_mlflow_accepts():
     points = [Point(at, "sft", 0.0, dict.fromkeys(map(str, range(300)), 1.0)) for at in range(8)]
     result = list(requests(points))
     assert [len(each) for each in result] == [3, 3, 2]
