@@ -23,7 +23,7 @@ FACTOR = ".factor"
 
 
 @dataclass(frozen=True)
-class Target:
+class AdaptedWeight:
     """An adapted weight of a decoder.
 
     path: of the weight. rank: of its factors. repeats: the repeats of its stack that have the
@@ -81,7 +81,7 @@ class AdapterSpec:
     dtype: Literal["float32", "bfloat16"] = option(
         "float32", description="number format of the factors"
     )
-    adapted: tuple[Target, ...] = ()
+    adapted: tuple[AdaptedWeight, ...] = ()
 
     @property
     def scale(self) -> float:

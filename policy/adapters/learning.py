@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import qwix
 
-from policy.adapter_spec import LORA_A, LORA_B, MAGNITUDE, AdapterSpec, Target
+from policy.adapter_spec import LORA_A, LORA_B, MAGNITUDE, AdaptedWeight, AdapterSpec
 from policy.config import Runtime
 from policy.model import EMBEDDING, Graph
 from policy.ops.host_memory import fetch
@@ -70,7 +70,7 @@ class Adapters:
             if path in graph.matrices:
                 self.matrices[path] = graph.matrices[path]
 
-    def _declare(self, target: Target) -> None:
+    def _declare(self, target: AdaptedWeight) -> None:
         """Declares the arrays of the adapter of a weight."""
         path = target.path
         rank = target.rank

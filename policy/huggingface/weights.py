@@ -23,7 +23,7 @@ from policy.model import Graph
 _LOG = logging.getLogger("duet.model")
 
 
-class Weights(NamedTuple):
+class LoadedWeights(NamedTuple):
     """params: by path. newly_initialized: paths of those that start, at least in part, as random
     numbers. others: the tensors of the adapter that the caller reads, by stored name."""
 
@@ -38,7 +38,7 @@ def read_weights(
     ignore: tuple[str, ...] = (),
     missing: Missing = "refuse",
     seed: int = 0,
-) -> Weights:
+) -> LoadedWeights:
     """Reads the weights of `graph` as `model_directory.read_weights`. The adapter in `directory`,
     if there is one, is merged in float32 into those of its base, before weights are stored
     quantised.
@@ -48,7 +48,7 @@ def read_weights(
     base = sources.base_of(directory)
     how = {"ignore": ignore, "missing": missing, "seed": seed}
     if not sources.has_adapter(directory):
-        return Weights(*model_directory.read_weights(base, graph, **how), {})
+        return LoadedWeights(*model_directory.read_weights(base, graph, **how), {})
     adapter = read_adapter(directory, graph, StoredWeights(base, graph), ignore)
     small: list[float] = []
     changes = {path: _change(graph, adapter, path, small) for path in _changed(graph, adapter)}
@@ -62,7 +62,7 @@ def read_weights(
             SMALL_CHANGE,
             min(small),
         )
-    return Weights(params, fresh, adapter.others)
+    return LoadedWeights(params, fresh, adapter.others)
 
 
 def _changed(graph: Graph, adapter: Adapter) -> list[str]:

@@ -12,7 +12,7 @@ from policy import families
 from policy.adapter_spec import AdapterSpec
 from policy.config import Runtime
 from policy.huggingface.model_directory import places
-from policy.huggingface.peft.factors import Pair, factors
+from policy.huggingface.peft.factors import FactorPair, factors
 from policy.huggingface.peft.merge import MergeError, merged, product
 from policy.huggingface.peft.reader import read_adapter
 from policy.huggingface.peft.targets import TargetError, targets
@@ -81,7 +81,7 @@ def test_experts_of_the_numeric_fixture():
     assert form is not None
     a, b = form.stored_shapes(2)
     assert (a[0], b[1]) == (4, 4)  # experts times rank
-    pair = Pair(np.zeros(a, np.float32), np.zeros(b, np.float32))
+    pair = FactorPair(np.zeros(a, np.float32), np.zeros(b, np.float32))
     pair.a[:, :2] = numbers.reshape(4, 2)
     pair.b[:2] = numbers.reshape(2, 4)
     ours = form.split(pair)[0]

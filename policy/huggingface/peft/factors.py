@@ -46,7 +46,7 @@ def factor_shapes(graph: Graph, path: str, rank: int) -> FactorShapes:
     return FactorShapes((*lead, *inputs, rank), (*lead, rank, *outputs), (*lead, *outputs))
 
 
-class Pair(NamedTuple):
+class FactorPair(NamedTuple):
     """The factors of one weight, in our layout or as they are stored; `lengths` are DoRA's."""
 
     a: np.ndarray
@@ -81,11 +81,11 @@ class Factors:
         """The number of our weights in the stored tensor."""
         return len(self.shapes)
 
-    def rank(self, stored: Pair) -> int:
+    def rank(self, stored: FactorPair) -> int:
         """Returns the rank of stored factors."""
         return stored.a.shape[0] // self.experts
 
-    def fits(self, stored: Pair) -> bool:
+    def fits(self, stored: FactorPair) -> bool:
         """Returns whether tensors have the shapes of these factors."""
         if stored.a.ndim != 2 or stored.b.ndim != 2 or stored.a.shape[0] % self.experts:
             return False
@@ -97,7 +97,7 @@ class Factors:
         b = self._stored_shape(self.b, rank)
         return (b, a) if self.swapped else (a, b)
 
-    def split(self, stored: Pair) -> list[Pair]:
+    def split(self, stored: FactorPair) -> list[FactorPair]:
         """Returns the factors of each part in our layout, without layers and numbered experts."""
         rank = self.rank(stored)
         a, b = (stored.b, stored.a) if self.swapped else (stored.a, stored.b)
@@ -107,9 +107,9 @@ class Factors:
         pairs = zip(
             self._split(self.a, a, rank), self._split(self.b, b, rank), lengths, strict=True
         )
-        return [Pair(*pair) for pair in pairs]
+        return [FactorPair(*pair) for pair in pairs]
 
-    def join(self, pairs: Sequence[Pair]) -> Pair:
+    def join(self, pairs: Sequence[FactorPair]) -> FactorPair:
         """Returns the stored tensors of the factors of all parts, which have one rank and, if they
         read the same inputs, one A."""
         rank = pairs[0].a.shape[-1]
@@ -117,7 +117,7 @@ class Factors:
         b = self._join(self.b, [pair.b for pair in pairs], rank)
         lengths = [pair.lengths for pair in pairs if pair.lengths is not None]
         first, second = (b, a) if self.swapped else (a, b)
-        return Pair(first, second, self._join(self.lengths, lengths, 0) if lengths else None)
+        return FactorPair(first, second, self._join(self.lengths, lengths, 0) if lengths else None)
 
     def our_shapes(self, stored: names.Stored, rank: int) -> list[names.Shape]:
         """Returns the shapes of our arrays that a stored tensor holds, one for each part."""

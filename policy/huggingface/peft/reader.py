@@ -24,7 +24,7 @@ from policy.huggingface.peft.adapter_config import (
     AdapterConfig,
     read_adapter_config,
 )
-from policy.huggingface.peft.factors import Pair, factor_shapes
+from policy.huggingface.peft.factors import FactorPair, factor_shapes
 from policy.huggingface.peft.merge import product
 from policy.huggingface.peft.targets import (
     EMBEDDING,
@@ -56,7 +56,7 @@ class _Piece(NamedTuple):
 
     path: str
     index: tuple[int, ...]
-    pair: Pair
+    pair: FactorPair
     scale: float
 
 
@@ -297,7 +297,9 @@ def _full_parts(tensor: FullTensor) -> list[tuple[str, np.ndarray]]:
     return result
 
 
-def _without_zero_blocks(pairs: list[Pair], outputs: int, rank: int, base_rank: int) -> list[Pair]:
+def _without_zero_blocks(
+    pairs: list[FactorPair], outputs: int, rank: int, base_rank: int
+) -> list[FactorPair]:
     """Returns the factors of parts without what each lacks, if their B is block-diagonal: PEFT
     converts adapters of n weights to one of their fused tensor with n times the rank. `outputs` is
     the number of dimensions of the outputs of a part."""
@@ -312,7 +314,7 @@ def _without_zero_blocks(pairs: list[Pair], outputs: int, rank: int, base_rank: 
     if nonzero != on_diagonal or (not nonzero and rank != parts * base_rank):
         return pairs
     return [
-        Pair(pair.a[..., part * width : (part + 1) * width], diagonal[part], pair.lengths)
+        FactorPair(pair.a[..., part * width : (part + 1) * width], diagonal[part], pair.lengths)
         for part, pair in enumerate(pairs)
     ]
 

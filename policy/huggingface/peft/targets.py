@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from policy.adapter_spec import AdapterSpec, Target
+from policy.adapter_spec import AdaptedWeight, AdapterSpec
 from policy.huggingface.model_directory import MTP, StoredWeight, places
 from policy.model import EMBEDDING, HEAD, Graph
 
@@ -27,7 +27,7 @@ def resolved(graph: Graph, spec: AdapterSpec) -> AdapterSpec:
     return replace(spec, adapted=tuple(targets(graph, spec).values()))
 
 
-def targets(graph: Graph, spec: AdapterSpec) -> dict[str, Target]:
+def targets(graph: Graph, spec: AdapterSpec) -> dict[str, AdaptedWeight]:
     """Returns the adapted weights of `graph` by path. Raises TargetError as `target_layers`
     does."""
     stored = {place.path: place for place in adaptable(graph)}
@@ -36,7 +36,7 @@ def targets(graph: Graph, spec: AdapterSpec) -> dict[str, Target]:
         of_stack = stored[path].layers or ()
         repeats = tuple(repeat for repeat, number in enumerate(of_stack) if number in layers)
         every = len(repeats) == len(of_stack)
-        result[path] = Target(path, rank_of(graph, spec, path), None if every else repeats)
+        result[path] = AdaptedWeight(path, rank_of(graph, spec, path), None if every else repeats)
     return result
 
 

@@ -17,7 +17,7 @@ from policy.fields import names
 from policy.fields.stored_names import renamed
 from policy.huggingface.model_directory import TOWERS, StoredWeight, places
 from policy.huggingface.peft.adapter_config import TENSORS, AdapterConfig
-from policy.huggingface.peft.factors import Factors, Pair, factors, is_swapped
+from policy.huggingface.peft.factors import FactorPair, Factors, factors, is_swapped
 from policy.huggingface.peft.targets import module_name
 from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
 from policy.model import Graph
@@ -28,7 +28,7 @@ _FACTOR = re.compile(r"(?P<module>.+)\.lora_(embedding_)?(?P<kind>A|B)(\.default
 _LENGTHS = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.default)?(\.weight)?")
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """The place of a tensor: the weight, the form in which it is stored, and the numbers of layer
     and expert that it holds, None where the weight has no such axis or holds all."""
 
@@ -48,9 +48,9 @@ class Place(NamedTuple):
 class AdaptedTensor(NamedTuple):
     """The factors that the file holds for one stored tensor, in PEFT's form, with their scale."""
 
-    place: Place
+    place: TensorPlace
     form: Factors
-    stored: Pair
+    stored: FactorPair
     scale: float
     rank: int
 
@@ -58,7 +58,7 @@ class AdaptedTensor(NamedTuple):
 class FullTensor(NamedTuple):
     """A tensor that the file holds in full: that of a module in `modules_to_save`, or a bias."""
 
-    place: Place
+    place: TensorPlace
     name: str
     array: np.ndarray
 
@@ -76,17 +76,17 @@ class Resolved:
 
 
 # The parameters of a module by the depth of their wrappers: ((place, form, parameter), depth).
-_Assignment = list[tuple[tuple[Place, Factors, str], int]]
+_Assignment = list[tuple[tuple[TensorPlace, Factors, str], int]]
 
 
-class Index:
+class TensorIndex:
     """The modules and tensors of a graph by the names that files give them, in every spelling that
     is read. `fused` are the modules that hold experts in parameters of three axes."""
 
     def __init__(self, graph: Graph):
-        self.tensors: dict[str, list[Place]] = defaultdict(list)
-        self.modules: dict[str, list[tuple[Place, Factors]]] = defaultdict(list)
-        self.fused: dict[str, dict[str, list[Place]]] = defaultdict(lambda: defaultdict(list))
+        self.tensors: dict[str, list[TensorPlace]] = defaultdict(list)
+        self.modules: dict[str, list[tuple[TensorPlace, Factors]]] = defaultdict(list)
+        self.fused: dict[str, dict[str, list[TensorPlace]]] = defaultdict(lambda: defaultdict(list))
         for weight in places(graph):
             for stored in (weight.stored, *weight.stored.also):
                 if stored.sharded or weight.path != weight.parts(stored)[0]:
@@ -100,7 +100,7 @@ class Index:
         )
         for layer, number in itertools.product(weight.layers or (None,), range(experts)):
             name = weight.name(stored, layer, number)
-            place = Place(weight, stored, layer, number if stored.numbered else None)
+            place = TensorPlace(weight, stored, layer, number if stored.numbered else None)
             self.tensors[name].append(place)
             if form is None:
                 continue
@@ -131,7 +131,7 @@ class _Resolver:
         self._graph = graph
         self._config = config
         self._files = files
-        self._index = Index(graph)
+        self._index = TensorIndex(graph)
         self._rename = renamed(family)
         tops = (names.TOP, getattr(family, "TOP", names.TOP))
         self._heads = {module_name(top["lm_head"].name) for top in tops if "lm_head" in top}
@@ -151,7 +151,7 @@ class _Resolver:
             else:
                 self._add_full(key, name)
         pairs = {module: self._pair(module, keys) for module, keys in modules.items()}
-        fused: dict[str, dict[int, tuple[str, Pair]]] = defaultdict(dict)
+        fused: dict[str, dict[int, tuple[str, FactorPair]]] = defaultdict(dict)
         for module, pair in pairs.items():
             depth = module.count(INNER)
             name = self._own_name(module.replace(INNER, ""))
@@ -171,7 +171,7 @@ class _Resolver:
         """Returns the name of a module in the tables of the family."""
         return module_name(self._rename(f"{module}.weight"))
 
-    def _pair(self, module: str, keys: dict[str, str]) -> Pair:
+    def _pair(self, module: str, keys: dict[str, str]) -> FactorPair:
         """Reads the tensors of a module. Raises ModelFileError if one is missing."""
         required = {"A", "B", *(("lengths",) if self._config.dora else ())}
         if lacking := required - keys.keys():
@@ -186,7 +186,7 @@ class _Resolver:
                 f"use_dora is not set in {self._config.path.name}"
             )
         lengths = self._array(keys["lengths"]) if self._config.dora else None
-        return Pair(self._array(keys["A"]), self._array(keys["B"]), lengths)
+        return FactorPair(self._array(keys["A"]), self._array(keys["B"]), lengths)
 
     def _array(self, key: str) -> np.ndarray:
         """Reads a tensor as float32."""
@@ -238,7 +238,7 @@ class _Resolver:
             f"{self._directory}: {TENSORS}: unexpected tensors {', '.join(extra[:5])}{more}: {hint}"
         )
 
-    def _add_linear(self, module: str, name: str, pair: Pair) -> None:
+    def _add_linear(self, module: str, name: str, pair: FactorPair) -> None:
         candidates = self._index.modules[name]
         for place, form in candidates:
             if form.fits(pair):
@@ -251,7 +251,7 @@ class _Resolver:
             f"{list(b)}"
         )
 
-    def _add(self, module: str, place: Place, form: Factors, pair: Pair) -> None:
+    def _add(self, module: str, place: TensorPlace, form: Factors, pair: FactorPair) -> None:
         rank = form.rank(pair)
         expected = self._config.rank_of(module)
         if rank != expected:
@@ -263,7 +263,7 @@ class _Resolver:
         scale = self._config.scale_of(module)
         self._result.adapted.append(AdaptedTensor(place, form, pair, scale, rank))
 
-    def _add_fused(self, fused: dict[str, dict[int, tuple[str, Pair]]]) -> None:
+    def _add_fused(self, fused: dict[str, dict[int, tuple[str, FactorPair]]]) -> None:
         """Adds the adapters of experts in parameters of three axes. All of a file are of versions
         before 0.19 or of later ones, which the shapes tell unless all matrices are square."""
         if not fused:
@@ -294,7 +294,7 @@ class _Resolver:
                 self._add(f"{module}.{parameter}", place, form, pair)
 
     def _assignments(
-        self, name: str, levels: dict[int, tuple[str, Pair]], is_old: bool
+        self, name: str, levels: dict[int, tuple[str, FactorPair]], is_old: bool
     ) -> Iterator[_Assignment]:
         """Yields the ways to give each level of a module's wrappers a parameter. The order in which
         PEFT wraps comes first: the gate and up projection before the down projection."""
@@ -331,7 +331,7 @@ class _Resolver:
         ]
         return not named or parameter in named
 
-    def _no_assignment(self, fused: dict[str, dict[int, tuple[str, Pair]]]) -> str:
+    def _no_assignment(self, fused: dict[str, dict[int, tuple[str, FactorPair]]]) -> str:
         name = next(
             name
             for name, levels in fused.items()

@@ -27,14 +27,14 @@ from policy.huggingface.model_directory import StoredWeight, has_towers, places
 from policy.huggingface.peft import coverage
 from policy.huggingface.peft.adapter_config import CONFIG, TENSORS
 from policy.huggingface.peft.factors import (
+    FactorPair,
     Factors,
-    Pair,
     factor_shapes,
     factors,
     is_swapped,
 )
 from policy.huggingface.peft.targets import EMBEDDING, HEAD, module_name, routed
-from policy.huggingface.peft.tensors import INNER, PREFIX, Index
+from policy.huggingface.peft.tensors import INNER, PREFIX, TensorIndex
 from policy.huggingface.sources import read_object
 from policy.mesh import processes
 from policy.model import Graph
@@ -50,7 +50,7 @@ class _Module(NamedTuple):
     place: StoredWeight
     stored: names.Stored
     form: Factors
-    pairs: dict[tuple[int | None, int], Pair]
+    pairs: dict[tuple[int | None, int], FactorPair]
 
     @property
     def rank(self) -> int:
@@ -177,7 +177,7 @@ def _written(graph: Graph, place: StoredWeight) -> names.Stored:
     return next(in_memory, place.stored)
 
 
-def _arrays(graph: Graph, params: Mapping[str, np.ndarray], path: str) -> Pair | None:
+def _arrays(graph: Graph, params: Mapping[str, np.ndarray], path: str) -> FactorPair | None:
     """Returns the factors of a weight, those shared by experts repeated for each; None: it has
     none."""
     if f"{path}{LORA_A}" not in params:
@@ -187,7 +187,7 @@ def _arrays(graph: Graph, params: Mapping[str, np.ndarray], path: str) -> Pair |
     lead = tuple(size for dim, size in enumerate(shape) if dim not in rows + columns)
     a = _repeated(params[f"{path}{LORA_A}"], lead, 1 + len(rows))
     b = _repeated(params[f"{path}{LORA_B}"], lead, 1 + len(columns))
-    return Pair(a, b, params.get(f"{path}{MAGNITUDE}"))
+    return FactorPair(a, b, params.get(f"{path}{MAGNITUDE}"))
 
 
 def _repeated(array: np.ndarray, lead: tuple[int, ...], own: int) -> np.ndarray:
@@ -198,7 +198,7 @@ def _repeated(array: np.ndarray, lead: tuple[int, ...], own: int) -> np.ndarray:
     return np.broadcast_to(array, (*lead, *array.shape[-own:]))
 
 
-def _at(form: Factors, pair: Pair | None, index: tuple[int, ...]) -> Pair | None:
+def _at(form: Factors, pair: FactorPair | None, index: tuple[int, ...]) -> FactorPair | None:
     """Returns the factors of a layer or of an expert, as `form` stores them. Groups of a matrix
     have one A there: all of theirs stacked, if they differ, of which B of each reads its own."""
     if pair is None:
@@ -207,21 +207,23 @@ def _at(form: Factors, pair: Pair | None, index: tuple[int, ...]) -> Pair | None
     b = pair.b[index]
     lengths = None if pair.lengths is None else np.asarray(pair.lengths, np.float32)[index]
     if a.ndim == len(names.stored_axes(form.a.layout)[1]):
-        return Pair(a, b, lengths)
+        return FactorPair(a, b, lengths)
     if all(np.array_equal(each, a[0]) for each in a):
-        return Pair(a[0], b, lengths)
+        return FactorPair(a[0], b, lengths)
     groups = len(a)
     rank = a.shape[-1]
     stacked = np.zeros((groups, groups * rank, *b.shape[2:]), np.float32)
     for group, own in enumerate(b):
         stacked[group, group * rank : (group + 1) * rank] = own
-    return Pair(np.concatenate([*a], axis=-1), stacked, lengths)
+    return FactorPair(np.concatenate([*a], axis=-1), stacked, lengths)
 
 
 _Key = tuple[int | None, int]
 
 
-def _joined(form: Factors, parts: dict[_Key, list[Pair | None]], outputs: int) -> dict[_Key, Pair]:
+def _joined(
+    form: Factors, parts: dict[_Key, list[FactorPair | None]], outputs: int
+) -> dict[_Key, FactorPair]:
     """Joins the factors of the parts of each stored tensor, which have `outputs` dimensions of
     outputs. Parts with equal A share it; otherwise A is stacked and B block-diagonal, in all
     layers, so that all have one rank."""
@@ -236,7 +238,7 @@ def _joined(form: Factors, parts: dict[_Key, list[Pair | None]], outputs: int) -
     return result
 
 
-def _same_inputs(pairs: list[Pair | None]) -> bool:
+def _same_inputs(pairs: list[FactorPair | None]) -> bool:
     """Returns whether all parts have an adapter, with equal A."""
     first = pairs[0]
     return first is not None and all(
@@ -244,7 +246,9 @@ def _same_inputs(pairs: list[Pair | None]) -> bool:
     )
 
 
-def _block_diagonal(form: Factors, pairs: list[Pair | None], outputs: int) -> list[Pair]:
+def _block_diagonal(
+    form: Factors, pairs: list[FactorPair | None], outputs: int
+) -> list[FactorPair]:
     """Returns factors of parts that read the same inputs with one A, all of theirs stacked: a part
     uses its own columns. A part without an adapter has B = 0."""
     own = [pair for pair in pairs if pair is not None]
@@ -257,7 +261,7 @@ def _block_diagonal(form: Factors, pairs: list[Pair | None], outputs: int) -> li
             stop = start + pair.a.shape[-1]
             b[(..., slice(start, stop), *(slice(None),) * outputs)] = pair.b
             start = stop
-        result.append(Pair(a, b, None if pair is None else pair.lengths))
+        result.append(FactorPair(a, b, None if pair is None else pair.lengths))
     return result
 
 
@@ -402,7 +406,7 @@ def _target_modules(graph: Graph, modules: list[_Module]) -> Iterator[str]:
             continue
         for layer, number in module.pairs:
             own.add(module_name(module.place.name(module.stored, layer, number)))
-    others = {name.rpartition(".")[2] for name in Index(graph).modules.keys() - own}
+    others = {name.rpartition(".")[2] for name in TensorIndex(graph).modules.keys() - own}
     experts = coverage.renamed_by_peft(graph)
     for name in own:
         leaf = name.rpartition(".")[2]
