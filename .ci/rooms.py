@@ -71,6 +71,7 @@ ORDER = {
     "rl": [
         *(
             "errors",
+            "listener",
             "remote",
             "cluster",
             "algorithms",
@@ -82,7 +83,7 @@ ORDER = {
             "training",
             "stages",
         ),
-        *("run", "plan", "views", "commands"),
+        *("run", "plan", "views", "serve", "commands"),
     ],
 }
 _START, _END = "<!-- rooms: {} -->", "<!-- end of rooms: {} -->"

@@ -1,7 +1,8 @@
 """Runs the commands `rl-train` and `rl`. A verb is a file of this folder or of one in it, named in
 VERBS.
 
-runs/ has the verbs that read the folder of a run, setup/ those that come before one.
+runs/ has the verbs that read the folder of a run, setup/ those that come before one, models/ those
+that take a model out of a run.
 
 A verb imports jax and other slow packages only when it needs them: `--help` answers in a fraction
 of a second, and a configuration is checked without jax.
@@ -41,6 +42,7 @@ VERBS = {
             "rollout",
             "generate",
             "chat",
+            "models.serve",
             "teach",
             "reward",
             "setup.doctor",

@@ -101,6 +101,14 @@ class SampledModel:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `generate` and `chat` share."""
+    add_model(parser)
+    _add_sampling(parser)
+    _add_logits_processors(parser)
+    add_computation(parser)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds the model, and the step of a run."""
     parser.add_argument(
         "model",
         type=os.path.expanduser,
@@ -114,9 +122,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[STAGE:]N",
         help="of a run: the checkpoint after step N, of the last stage that has one or of STAGE",
     )
-    _add_sampling(parser)
-    _add_logits_processors(parser)
-    _add_computation(parser)
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
@@ -219,7 +224,7 @@ def _add_logits_processors(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_computation(parser: argparse.ArgumentParser) -> None:
+def add_computation(parser: argparse.ArgumentParser) -> None:
     """Adds how the model computes, and how prompts become text."""
     parser.add_argument(
         "--dtype",

@@ -48,6 +48,9 @@ BASE = {
 }
 # Lines of bash that take long or need a model; the tests of full runs and of the verbs cover them.
 NOT_RUN = {
+    "pip install -e '.[serve]'",
+    "rl serve runs/first",  # test_serve_verb.py
+    "rl serve models/smollm2 --slots 8",
     "rl view runs/quickstart",  # test_view.py and test_viewer.py run these verbs
     "rl samples runs/quickstart 'step:100-200 reward<0.5' --sort gap",
     "rl samples runs/quickstart 'stage:grpo step:100-120' --rescore exact_answer",
@@ -238,6 +241,8 @@ def test_the_methods_of_stages_in_the_docs_exist():
 @documents_with("python", slow=("extending.md", "generator.md", "hook.md"))
 def test_python_runs(document):
     for number, snippet in enumerate(s for s in document if s.language == "python"):
+        if snippet.needs == "server":  # test_serve.py runs it
+            continue
         file = Path(snippet.file or f"snippet_{number}.py")
         file.write_text(snippet.text)
         command(str(file))

@@ -16,9 +16,9 @@ from browser import CHROMIUM, Browser
 from test_viewer import COMPLETION, EVIL, sample, tokens, write
 
 from rl.commands import cli
+from rl.listener import names_server
 from rl.records.samples import SampleLog
 from rl.views.viewer import static
-from rl.views.viewer.server import names_server
 
 pytestmark = pytest.mark.xdist_group("chromium")
 chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")

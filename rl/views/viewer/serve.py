@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import html
 import secrets
-import socket
 import tempfile
 import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
 
-from rl.errors import ConfigError, ResourceError
+from rl.errors import ConfigError
+from rl.listener import address_of, bound, listen, loopback, read_token
 from rl.views.viewer import terminal
 
 try:
     import uvicorn
 
-    from rl.views.viewer.server import Viewer, application, loopback
+    from rl.views.viewer.server import Viewer, application
 except ModuleNotFoundError as error:
     raise ConfigError(f"`rl view` needs {error.name}; type: pip install 'duet-rl[view]'") from None
 
@@ -35,10 +35,10 @@ def serve(directory: str, host: str, port: int, token_file: str | None, browse: 
             f"--host {host}: other machines could read the samples; name a token with "
             "--token-file FILE"
         )
-    token = _token(token_file) if token_file is not None else secrets.token_urlsafe(24)
-    listener = _listen(host, port)
-    shown = f"[{host}]" if ":" in host else host
-    address = f"http://{shown}:{listener.getsockname()[1]}/"
+    token = read_token(token_file) if token_file is not None else secrets.token_urlsafe(24)
+    listener = bound(host, port)
+    listen(listener)
+    address = f"{address_of(listener, host)}/"
     url = f"{address}#token={token}" if token_file is None else address
     print(f"{url}\nCtrl-C ends it", flush=True)
     if token_file is not None:
@@ -71,36 +71,3 @@ def _redirect(url: str) -> Iterator[str]:
             f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(url)}">'
         )
         yield page.as_uri()
-
-
-def _token(file: str) -> str:
-    try:
-        token = Path(file).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--token-file {file}: cannot be read: {error}") from None
-    if len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
-        raise ConfigError(
-            f"--token-file {file}: a token has at least 16 characters and no space; "
-            f"write one: head -c 24 /dev/urandom | base64 > {file}"
-        )
-    return token
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(128)
-    except OverflowError:
-        raise ConfigError(f"--port {port}: a port is a number from 1 to 65535") from None
-    except socket.gaierror as error:
-        raise ConfigError(f"--host {host}: {error.strerror}") from None
-    except OSError as error:
-        raise ResourceError(
-            f"{host}:{port}: {error.strerror}; choose another --port, or leave it out"
-        ) from None
-    return listener

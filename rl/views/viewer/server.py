@@ -9,10 +9,8 @@ allowed, and the policy of the page lets it load its own script and style only.
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 import os
-import socket
 import threading
 from collections.abc import Callable
 from importlib import resources
@@ -26,6 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rl.errors import ConfigError
+from rl.listener import names_server
 from rl.records import thumbnails
 from rl.records.run_files import EVENTS
 from rl.views.viewer import records, search
@@ -262,37 +261,6 @@ def application(viewer: Viewer, token: str, host: str) -> ASGIApp:
 def page_file(name: str) -> bytes:
     """Reads a file of the page."""
     return resources.files("rl.views.viewer").joinpath(name).read_bytes()
-
-
-def loopback(host: str) -> bool:
-    """Tells whether an address or name is this machine only."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def names_server(header: str, host: str) -> bool:
-    """Tells whether a Host header names a server that listens on `host`.
-
-    A server on all addresses takes any address and the names of this machine, for an attack by DNS
-    needs another name.
-    """
-    name = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
-    name = name.strip("[]").lower()
-    if loopback(host):
-        return loopback(name)
-    if name == host.lower():
-        return True
-    if host not in ("0.0.0.0", "::"):
-        return False
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return name in {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
-    return True
 
 
 class _Guard:

@@ -1,0 +1,149 @@
+"""Reads bodies of requests: JSON with a limit of bytes, checked fields, unknown ones refused by
+name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+from starlette.requests import Request
+
+from rewards.suggest import nearest
+from rl.serve.errors import ApiError, invalid
+
+_CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
+
+
+class Fields(BaseModel):
+    """An object in a body. A field that is null counts as left out, an unknown one is refused."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return {name: field for name, field in value.items() if field is not None}
+
+
+class Body(Fields):
+    """The fields of a request.
+
+    ignored: fields that change nothing about an answer. neutral: fields of the API that Duet does
+    not compute, with the values that ask for nothing; any other value is refused.
+    """
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
+    neutral: ClassVar[Mapping[str, Sequence[object]]] = {}
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> Self:
+        """Checks the fields of a body. Raises ApiError with the name of the first wrong one."""
+        kept = {}
+        for name, value in fields.items():
+            if value is None or name in cls.ignored:
+                continue
+            if name in cls.neutral:
+                _check_neutral(name, value, cls.neutral[name])
+                continue
+            if name not in cls.model_fields:
+                known = [*cls.model_fields, *cls.neutral, *cls.ignored]
+                message = f"no such field{nearest(name, known)}"
+                raise invalid(name, message, "unknown_parameter")
+            kept[name] = value
+        try:
+            return cls.model_validate(kept)
+        except ValidationError as error:
+            raise _first_error(error, kept) from None
+
+
+def _check_neutral(name: str, value: object, neutral: Sequence[object]) -> None:
+    """Raises ApiError for a value that asks for something."""
+    if any(type(value) is type(each) and value == each for each in neutral):
+        return
+    accepted = ", ".join(json.dumps(each) for each in (None, *neutral))
+    raise invalid(
+        name, f"not supported; leave it out, or set it to {accepted}", "unsupported_parameter"
+    )
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A field that does not fit. depth: how far inside the body it is."""
+
+    param: str
+    depth: int
+    message: str
+    code: str
+
+
+def _first_error(error: ValidationError, body: dict[str, Any]) -> ApiError:
+    """Returns the first wrong field as an answer. Of the types that a field may have, the one that
+    fits best says what is wrong."""
+    details = error.errors(include_url=False, include_input=False)
+    first = [each for each in details if each["loc"][:1] == details[0]["loc"][:1]]
+    problems = [_problem(each, body) for each in first]
+    deepest = max(problems, key=lambda problem: problem.depth)
+    texts = [each.message for each in problems if each.param == deepest.param]
+    return invalid(deepest.param or None, "; or: ".join(dict.fromkeys(texts)), deepest.code)
+
+
+def _problem(detail: ErrorDetails, body: dict[str, Any]) -> _Problem:
+    param = ""
+    depth = 0
+    value: Any = body
+    for part in detail["loc"]:
+        if isinstance(value, list) and isinstance(part, int) and part < len(value):
+            param += f"[{part}]"
+            value = value[part]
+            depth += 1
+        elif isinstance(value, dict) and (part in value or detail["type"] == "missing"):
+            param += f".{part}" if param else str(part)
+            value = value.get(part)
+            depth += 1
+        # Other parts are names of pydantic for the members of a union.
+    message = detail["msg"].removeprefix("Value error, ")
+    return _Problem(param, depth, message, _CODES.get(detail["type"], "invalid_value"))
+
+
+async def read_json(request: Request, most: int) -> dict[str, Any]:
+    """Returns the object in the body of a request.
+
+    Raises ApiError: 413 for more than `most` bytes, 400 for anything but an object of JSON, for
+    NaN and infinite numbers, and for texts that have no UTF-8.
+    """
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced) > most:
+        raise _too_large(most)
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > most:
+            raise _too_large(most)
+    try:
+        body = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+        json.dumps(body, ensure_ascii=False).encode("utf-8")  # halves of surrogate pairs have none
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deep", None, "invalid_json") from None
+    except UnicodeEncodeError:
+        message = "the body holds half of a surrogate pair, which is no character"
+        raise ApiError(400, message, None, "invalid_json") from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", None, "invalid_json") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be an object of JSON", None, "invalid_json")
+    return body
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _too_large(most: int) -> ApiError:
+    message = f"the body has more than {most} bytes (--max-body-mb)"
+    return ApiError(413, message, None, "request_too_large")

@@ -1,0 +1,204 @@
+"""The thread that owns the generator. The event loop of the server sends it jobs, and gets the new
+tokens of each after every step of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rl.serve.errors import ApiError
+from rollout import Generator
+from rollout.request import Request
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a step of the engine added to a request.
+
+    index: of the request in its job. tokens: the new ones. logprobs: one for each of them.
+    finish: "stop" or "length"; None: the request goes on.
+    """
+
+    index: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: str | None
+
+
+class Job:
+    """The requests of one HTTP request, which start together. `updates` yields their tokens.
+
+    The thread calls `collect`; all else belongs to the event loop that made the job.
+    """
+
+    def __init__(self, requests: Sequence[Request], *, exact: bool):
+        """exact: the generator may replace tokens until it has verified them."""
+        self.requests = tuple(requests)
+        self._exact = exact
+        self.unfinished = len(self.requests)
+        self._loop = asyncio.get_running_loop()
+        self._arrivals: asyncio.Queue[list[NewTokens] | ApiError] = asyncio.Queue()
+        self._sent = [0] * len(self.requests)
+        self._ended = [False] * len(self.requests)
+
+    async def updates(self) -> AsyncIterator[list[NewTokens]]:
+        """Yields the new tokens of each step until all requests have ended. Raises ApiError if the
+        engine fails."""
+        while self.unfinished:
+            arrival = await self._arrivals.get()
+            if isinstance(arrival, ApiError):
+                raise arrival
+            self.unfinished -= sum(update.finish is not None for update in arrival)
+            yield arrival
+
+    def collect(self) -> bool:
+        """Sends what is new to the event loop. Returns whether all requests have ended."""
+        new = []
+        for index, request in enumerate(self.requests):
+            if self._ended[index]:
+                continue
+            update = self._new(index, request)
+            if update.tokens or update.finish is not None:
+                new.append(update)
+        if new:
+            self.send(new)
+        return all(self._ended)
+
+    def _new(self, index: int, request: Request) -> NewTokens:
+        start = self._sent[index]
+        verified = request.verified_tokens if self._exact else len(request.tokens)
+        end = len(request.tokens) if request.finish is not None else verified
+        self._sent[index] = max(start, end)
+        self._ended[index] = request.finish is not None
+        logprobs = tuple(request.logprobs[start:end])
+        return NewTokens(index, tuple(request.tokens[start:end]), logprobs, request.finish)
+
+    def send(self, arrival: list[NewTokens] | ApiError) -> None:
+        """Hands over updates or an error, from any thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._arrivals.put_nowait, arrival)
+        except RuntimeError:  # the event loop has been closed, so nobody waits
+            self._ended = [True] * len(self.requests)
+
+
+class EngineThread:
+    """Runs the jobs of a server. `submit`, `cancel` and `call` may be called from any thread;
+    nothing else may touch the generator while the thread runs."""
+
+    def __init__(self, generator: Generator):
+        self.generator = generator
+        self._jobs: list[Job] = []
+        self._messages: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Drops all jobs and ends the thread after its step."""
+        self._messages.put(self._close)
+        self._thread.join()
+
+    def submit(self, job: Job) -> None:
+        """Starts the requests of a job as soon as there are slots for them."""
+        self._messages.put(partial(self._submit, job))
+
+    def cancel(self, job: Job) -> None:
+        """Drops the requests of a job that have not ended."""
+        self._messages.put(partial(self._cancel, job))
+
+    async def call(self, function: Callable[[Generator], Any]) -> Any:
+        """Calls a function with the generator between two steps; returns its result or raises its
+        error."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        self._messages.put(partial(self._call, function, loop, future))
+        return await future
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._handle_messages()
+            if self._jobs:
+                self._step()
+
+    def _handle_messages(self) -> None:
+        """Handles all messages; waits for one if there is nothing else to do."""
+        if not self._jobs:
+            self._messages.get()()
+        while True:
+            try:
+                message = self._messages.get_nowait()
+            except queue.Empty:
+                return
+            message()
+
+    def _step(self) -> None:
+        try:
+            self.generator.step()
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            self._fail(error)
+        self._jobs = [job for job in self._jobs if not job.collect()]
+
+    def _fail(self, error: Exception) -> None:
+        """Answers all jobs with the error of a step, which has dropped their requests."""
+        jobs = self._jobs
+        self._jobs = []
+        for job in jobs:
+            job.send(ApiError(500, f"the engine failed: {type(error).__name__}"))
+
+    def _submit(self, job: Job) -> None:
+        try:
+            for request in job.requests:
+                self.generator.submit(request)
+        except ValueError as error:
+            for request in job.requests:
+                self.generator.cancel(request)
+            job.send(ApiError(400, str(error), None, "invalid_value"))
+            return
+        self._jobs.append(job)
+
+    def _cancel(self, job: Job) -> None:
+        if job not in self._jobs:
+            return
+        self._jobs.remove(job)
+        for request in job.requests:
+            if request.finish is None:
+                self.generator.cancel(request)
+
+    def _call(
+        self,
+        function: Callable[[Generator], Any],
+        loop: asyncio.AbstractEventLoop,
+        future: asyncio.Future[Any],
+    ) -> None:
+        try:
+            answer = partial(_set_result, future, function(self.generator))
+        except Exception as error:
+            answer = partial(_set_error, future, error)
+        loop.call_soon_threadsafe(answer)
+
+    def _close(self) -> None:
+        for job in list(self._jobs):
+            self._cancel(job)
+            job.send(ApiError(503, "the server has ended"))
+        self._closed = True
+
+
+def _set_result(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _set_error(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,1 @@
+"""The bodies of requests and answers: OpenAI's and Anthropic's APIs, and the tokenizer's."""

@@ -1,0 +1,127 @@
+"""Messages of a chat, and their prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rl.serve.bodies import Fields
+from rl.serve.errors import invalid
+from rollout.generator import EncodedPrompt
+from rollout.text.chat import ChatError, render_prompt, with_variables
+from rollout.text.interface import Tokenizer
+
+
+class TextPart(Fields):
+    """A part of a content."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+class FunctionCall(Fields):
+    """The function that a call names, with its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Fields):
+    """A call of a tool in a turn of the assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Fields):
+    """A message of a conversation. Fields that clients copy from an answer and that have no text
+    (`refusal`, `annotations`) are accepted where they are empty."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: Literal[""] | None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] = []
+
+    @property
+    def text(self) -> str | None:
+        """Returns the texts of the parts; None without a content."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raises ApiError for a message that lacks what its role needs."""
+    for number, message in enumerate(messages):
+        place = f"messages[{number}]"
+        if message.tool_calls and message.role != "assistant":
+            raise invalid(f"{place}.tool_calls", f"a message of {message.role} calls no tools")
+        if message.content is None and not message.tool_calls:
+            missing = "missing_required_parameter"
+            raise invalid(f"{place}.content", "this message needs a content", missing)
+
+
+def for_template(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns a message as chat templates read it: arguments of calls as objects, `developer` as
+    `system` where the template does not know it."""
+    role = message.role
+    if role == "developer" and "developer" not in str(tokenizer.chat_template):
+        role = "system"
+    shown: dict[str, Any] = {"role": role, "content": message.text or ""}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            shown[name] = value
+    if message.tool_calls:
+        shown["tool_calls"] = [_call_for_template(call) for call in message.tool_calls]
+    return shown
+
+
+def _call_for_template(call: ToolCall) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call.function.arguments)
+    except ValueError:
+        arguments = call.function.arguments
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def encode_messages(
+    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
+) -> EncodedPrompt:
+    """Returns the prompt that the chat template writes for messages. variables: those of the
+    template besides the messages. Raises ChatError if the template refuses them."""
+    shown = [for_template(message, tokenizer) for message in messages]
+    if variables:
+        tokenizer = with_variables(tokenizer, **variables)
+    try:
+        return EncodedPrompt(tuple(render_prompt(tokenizer, shown)))
+    except ChatError:
+        texts = _with_arguments_as_texts(shown)
+        if texts == shown:
+            raise
+    return EncodedPrompt(tuple(render_prompt(tokenizer, texts)))
+
+
+def _with_arguments_as_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages with the arguments of calls as JSON, which some templates (DeepSeek) add to
+    other texts."""
+
+    def call(each: dict[str, Any]) -> dict[str, Any]:
+        arguments = each["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        return {**each, "function": {**each["function"], "arguments": text}}
+
+    return [
+        {**message, "tool_calls": [call(each) for each in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]

@@ -1,0 +1,124 @@
+"""The fields of a request that say how tokens are drawn and where completions end."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from rl.serve.bodies import Body
+from rl.serve.errors import invalid
+from rollout.types import SamplingParams
+
+PROMPT_IDS = 2**31
+"""Numbers that a prompt can have in the draws of the generator."""
+MOST_STOPS = 16
+"""Most stop strings of a request, and most stop tokens besides those of the model."""
+StopString = Annotated[str, Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a request may ask of the model.
+
+    stop_token_ids: the tokens that end every completion. max_n: most samples of a prompt.
+    """
+
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]
+    max_n: int
+
+
+class SamplingFields(Body):
+    """The fields that chat, completions and others share. Defaults are OpenAI's, and vLLM's where
+    OpenAI has no such field."""
+
+    model: str | None = None
+    n: int = Field(1, ge=1)
+    seed: int | None = None
+    temperature: float = Field(1.0, ge=0, le=2)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] = []
+    stop_token_ids: list[int] = Field([], max_length=MOST_STOPS)
+    min_tokens: int = Field(0, ge=0)
+    bad_words: list[StopString] = Field([], max_length=64)
+    logit_bias: dict[str, float] = Field({}, max_length=1024)
+    repetition_penalty: float = Field(1.0, gt=0)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_ids(cls, biases: dict[str, float]) -> dict[str, float]:
+        for token, bias in biases.items():
+            if not (token.isascii() and token.isdecimal() and len(token) < 10):
+                raise ValueError(f"{token!r} is no token id")
+            if not -100 <= bias <= 100:
+                raise ValueError(f"the bias of token {token} must lie in [-100, 100]")
+        return biases
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Returns the stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def params(self, bounds: Bounds, max_tokens: int) -> SamplingParams:
+        """Returns the parameters of the generator. Raises ApiError for values that the model or
+        the server does not allow."""
+        if self.n > bounds.max_n:
+            raise invalid(
+                "n", f"{self.n} samples; the server makes at most {bounds.max_n} (--max-n)"
+            )
+        if self.min_tokens > max_tokens:
+            raise invalid("min_tokens", f"{self.min_tokens} is more than {max_tokens} tokens")
+        stop_ids = tuple(dict.fromkeys((*bounds.stop_token_ids, *self.stop_token_ids)))
+        _check_tokens("stop_token_ids", self.stop_token_ids, bounds.vocab_size)
+        biases = self._biases(bounds.vocab_size)
+        try:
+            return SamplingParams(
+                n=self.n,
+                max_new_tokens=max_tokens,
+                temperature=self.temperature,
+                top_k=min(max(0, self.top_k), bounds.vocab_size),
+                top_p=self.top_p,
+                min_p=self.min_p,
+                stop_token_ids=stop_ids,
+                stop=self.stops,
+                min_tokens=self.min_tokens,
+                bad_words=tuple(self.bad_words),
+                logit_bias=biases,
+                repetition_penalty=self.repetition_penalty,
+                presence_penalty=self.presence_penalty,
+                frequency_penalty=self.frequency_penalty,
+            )
+        except ValueError as error:
+            raise invalid(None, str(error)) from None
+
+    def _biases(self, vocab_size: int) -> Mapping[int, float]:
+        biases = {int(token): bias for token, bias in self.logit_bias.items()}
+        _check_tokens("logit_bias", biases, vocab_size)
+        return biases
+
+
+def _check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+    """Raises ApiError for ids that the vocabulary does not have."""
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise invalid(name, f"token {token} is outside 0..{vocab_size - 1}")
+
+
+def draw_number(seed: int | None) -> int:
+    """Returns the prompt id that the draws of a request are seeded with: the seed itself if it is
+    one of the generator, a hash of any other number, and a random number without a seed."""
+    if seed is None:
+        return secrets.randbelow(PROMPT_IDS)
+    if 0 <= seed < PROMPT_IDS:
+        return seed
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % PROMPT_IDS

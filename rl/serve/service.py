@@ -1,0 +1,239 @@
+"""What the endpoints of a server share: the model by its names, its limits, its engine, and the
+requests that run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from rl.serve.engine_thread import EngineThread, Job
+from rl.serve.errors import ApiError, invalid
+from rl.serve.metrics import RequestTimes, ServerMetrics
+from rl.serve.sampling import Bounds
+from rl.serve.texts import TextStream
+from rollout import Generator
+from rollout.generator import EncodedPrompt
+from rollout.text.interface import Tokenizer
+from rollout.types import SamplingParams
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What a server accepts. queue: completions that wait for a slot. samples: of a prompt. body:
+    bytes of a request. drain: seconds that requests have to end after SIGTERM."""
+
+    queue: int = 256
+    samples: int = 16
+    body: int = 4 << 20
+    drain: float = 30.0
+
+
+@dataclass(frozen=True)
+class TextUpdate:
+    """What is new of one completion of a request.
+
+    index: of the completion. text: may be empty while tokens are held back. finish: "stop" or
+    "length"; None: it goes on.
+    """
+
+    index: int
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish: str | None
+
+
+class Service:
+    """A model that is served.
+
+    draining: the server ends, and takes no new requests. active: HTTP requests that are being
+    answered.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: Tokenizer,
+        name: str,
+        stop_token_ids: tuple[int, ...],
+        limits: ServerLimits = ServerLimits(),
+    ):
+        self.name = name
+        self.limits = limits
+        self.created = int(time.time())
+        self.max_length = generator.max_length
+        self.draining = False
+        self.active = 0
+        self.bounds = Bounds(generator.engine.runner.vocab_size, stop_token_ids, limits.samples)
+        self.engine = EngineThread(generator)
+        self.metrics = ServerMetrics()
+        # A tokenizer of each thread: one that is used by two at a time may fail.
+        self.tokenizer = copy.deepcopy(tokenizer)
+        self._encoder = copy.deepcopy(tokenizer)
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
+        self._completions = 0
+        self._slots = generator.slots
+        self._exact = generator.options.exact
+        gauges = self.metrics.add_gauge
+        gauges("requests_running", "Completions that have a slot", lambda: self.running)
+        gauges("requests_waiting", "Completions that wait for a slot", lambda: self.waiting)
+        self.metrics.add_counts(lambda: generator.counts)
+
+    @property
+    def waiting(self) -> int:
+        """Returns how many completions wait for a slot."""
+        return max(0, self._completions - self._slots)
+
+    @property
+    def running(self) -> int:
+        """Returns how many completions have a slot."""
+        return min(self._completions, self._slots)
+
+    def check_model(self, name: str | None) -> None:
+        """Raises ApiError for the name of another model."""
+        if name is not None and name != self.name:
+            message = f"the model {name!r} does not exist; this server has {self.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    async def with_tokenizer(self, function: Callable[[Tokenizer], T]) -> T:
+        """Calls a function with the tokenizer in the thread that encodes. Raises ApiError for a
+        text or a conversation that it refuses."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._encoding, function, self._encoder)
+        except ValueError as error:
+            raise invalid(None, str(error)) from None
+
+    def max_tokens(
+        self, prompts: Sequence[EncodedPrompt], requested: int | None, param: str
+    ) -> int:
+        """Returns the most tokens of each completion: those requested, else as many as the longest
+        prompt leaves. Raises ApiError for prompts that are empty or too long; param: the field that
+        has them."""
+        for number, prompt in enumerate(prompts):
+            if not prompt.tokens:
+                raise invalid(param, f"prompt {number} has no tokens")
+            for token in prompt.tokens:
+                if not 0 <= token < self.bounds.vocab_size:
+                    last = self.bounds.vocab_size - 1
+                    raise invalid(param, f"token {token} is outside 0..{last}")
+        longest = max(len(prompt.tokens) for prompt in prompts)
+        left = self.max_length - longest
+        if left < max(1, requested or 1):
+            asked = "" if requested is None else f" and {requested} of the completion"
+            message = (
+                f"the maximum length is {self.max_length} tokens; you asked for {longest} of the "
+                f"prompt{asked}"
+            )
+            raise ApiError(400, message, param, "context_length_exceeded")
+        return left if requested is None else requested
+
+    def generation(
+        self, prompts: Sequence[EncodedPrompt], params: SamplingParams, draw: int
+    ) -> Generation:
+        """Returns the completions of prompts, `params.n` of each, before they start. draw: the
+        number that their draws are seeded with. Raises ApiError if the queue is full."""
+        count = len(prompts) * params.n
+        if count > self._slots + self.limits.queue:
+            most = self._slots + self.limits.queue
+            message = f"{count} completions; the server takes at most {most} of a request"
+            raise ApiError(400, message, "prompt", "too_many_completions")
+        if max(0, self._completions + count - self._slots) > self.limits.queue:
+            message = f"{self.waiting} completions wait already (--max-queue); try again later"
+            raise ApiError(429, message, None, "queue_full")
+        requests = [
+            prompt.request(params, draw, sample) for prompt in prompts for sample in range(params.n)
+        ]
+        return Generation(self, Job(requests, exact=self._exact))
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.engine.close()
+        self._encoding.shutdown()
+
+    @contextlib.contextmanager
+    def running_job(self, job: Job):
+        """Runs a job while the block lasts; cancels what has not ended then."""
+        self._completions += len(job.requests)
+        self.engine.submit(job)
+        try:
+            yield
+        finally:
+            self._completions -= len(job.requests)
+            if job.unfinished:
+                self.engine.cancel(job)
+                self.metrics.cancelled()
+
+
+@dataclass
+class Generation:
+    """The completions of a request: sample s of prompt p has the index p * n + s."""
+
+    service: Service
+    job: Job
+    special: bool = False
+    streams: list[TextStream] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        tokenizer = self.service.tokenizer
+        self.streams = [
+            TextStream(tokenizer, request.params, special=self.special)
+            for request in self.job.requests
+        ]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Returns the tokens of all prompts."""
+        return sum(len(request.prompt) for request in self.job.requests if request.sample == 0)
+
+    def prompt_ids(self, index: int) -> list[int]:
+        """Returns the tokens of the prompt of a completion."""
+        return list(self.job.requests[index].prompt)
+
+    async def updates(self) -> AsyncIterator[TextUpdate]:
+        """Starts the completions and yields their texts. Raises ApiError if the engine fails. What
+        has not ended is cancelled when the iterator is closed."""
+        times: RequestTimes = self.service.metrics.start(self.prompt_tokens)
+        with self.service.running_job(self.job):
+            async for arrivals in self.job.updates():
+                for new in arrivals:
+                    times.add(len(new.tokens))
+                    ended = new.finish is not None
+                    text = self.streams[new.index].add(new.tokens, ended=ended)
+                    yield TextUpdate(new.index, text, new.tokens, new.logprobs, new.finish)
+        times.end()
+
+    async def completions(self) -> list[TextUpdate]:
+        """Runs all completions to their ends; returns each as one update."""
+        parts: list[list[TextUpdate]] = [[] for _ in self.job.requests]
+        async for update in self.updates():
+            parts[update.index].append(update)
+        return [_joined(each) for each in parts]
+
+
+def _joined(updates: Sequence[TextUpdate]) -> TextUpdate:
+    """Returns the updates of a completion as one."""
+    return TextUpdate(
+        updates[0].index,
+        "".join(update.text for update in updates),
+        tuple(token for update in updates for token in update.tokens),
+        tuple(number for update in updates for number in update.logprobs),
+        updates[-1].finish,
+    )
+
+
+def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """Returns the counts of tokens in the form of OpenAI."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }

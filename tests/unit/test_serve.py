@@ -1,0 +1,404 @@
+"""`rl serve`: the endpoints of OpenAI, over a small model in this process."""
+
+import concurrent.futures
+import json
+import re
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from served import KEY, save_model, serving
+
+import policy
+from rl.serve.sampling import draw_number
+from rollout import Generator, SamplingParams
+from rollout.text.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    save_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(directory):
+    with serving(directory) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def generator(directory):
+    """A generator as training makes it: other slots, chunks and dispatches than the server's."""
+    tokenizer = load_tokenizer(directory)
+    return Generator(policy.load(directory), max_length=128, slots=2, tokenizer=tokenizer)
+
+
+STOPS = (2,)
+
+
+def completed(generator, prompt, prompt_id=0, **params):
+    params = SamplingParams(stop_token_ids=STOPS, **params)
+    [completions] = generator.generate([prompt], params, ids=[prompt_id])
+    return completions
+
+
+def test_a_greedy_completion_is_that_of_the_generator(client, generator):
+    answer = client.completions.create(
+        model="tiny",
+        prompt="Once",
+        max_tokens=20,
+        temperature=0,
+        extra_body={"return_token_ids": True},
+    )
+    [expected] = completed(generator, "Once", max_new_tokens=20, temperature=0)
+    [choice] = answer.choices
+    assert choice.token_ids == expected.tokens
+    assert choice.text == expected.text
+    assert choice.finish_reason == expected.finish
+    tokens = len(expected.tokens)
+    assert answer.usage.model_dump(
+        include={"prompt_tokens", "completion_tokens", "total_tokens"}
+    ) == {
+        "prompt_tokens": 4,
+        "completion_tokens": tokens,
+        "total_tokens": 4 + tokens,
+    }
+
+
+def test_a_chat_is_rendered_by_the_template(client, generator):
+    messages = [{"role": "developer", "content": "Be"}, {"role": "user", "content": "hi"}]
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=9, seed=5, n=2
+    )
+    prompt = load_tokenizer("bytes").apply_chat_template(
+        [{"role": "system", "content": "Be"}, messages[1]],
+        tokenize=True,
+        add_generation_prompt=True,
+    )
+    expected = completed(generator, prompt["input_ids"], 5, max_new_tokens=9, n=2)
+    assert [each.message.content for each in answer.choices] == [each.text for each in expected]
+    assert [each.finish_reason for each in answer.choices] == [each.finish for each in expected]
+    assert answer.usage.prompt_tokens == len(prompt["input_ids"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stream_adds_up_to_the_answer(client, seed):
+    question = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "go"}],
+        "max_tokens": 40,
+        "seed": seed,
+        "n": 2,
+        "stop": ["e", "\x02\x03"],
+    }
+    complete = client.chat.completions.create(**question)
+    texts = {0: "", 1: ""}
+    finishes = {}
+    usage = None
+    for chunk in client.chat.completions.create(
+        **question, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                assert choice.index not in finishes
+                finishes[choice.index] = choice.finish_reason
+    for choice in complete.choices:
+        assert texts[choice.index] == choice.message.content
+        assert finishes[choice.index] == choice.finish_reason
+        assert "e" not in choice.message.content
+    assert usage == complete.usage
+
+
+def test_a_stop_string_is_cut_off(client, generator):
+    [free] = completed(generator, "abc", 3, max_new_tokens=30)
+    stop = free.text[8:11]
+    cut = client.completions.create(model="tiny", prompt="abc", max_tokens=30, seed=3, stop=stop)
+    assert cut.choices[0].text == free.text[: free.text.index(stop)]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_prompts_may_be_texts_or_token_ids(client, generator):
+    texts = client.completions.create(
+        model="tiny", prompt=["one", "two"], max_tokens=6, n=2, seed=8
+    )
+    ids = load_tokenizer("bytes")(["one", "two"], add_special_tokens=False)["input_ids"]
+    same = client.completions.create(model="tiny", prompt=ids, max_tokens=6, n=2, seed=8)
+    one = client.completions.create(model="tiny", prompt=ids[1], max_tokens=6, n=2, seed=8)
+    assert [each.text for each in texts.choices] == [each.text for each in same.choices]
+    assert [each.index for each in texts.choices] == [0, 1, 2, 3]
+    expected = completed(generator, "two", 8, max_new_tokens=6, n=2)
+    assert [each.text for each in texts.choices[2:]] == [each.text for each in expected]
+    assert [each.text for each in one.choices] == [each.text for each in expected]
+
+
+def test_settings_change_the_draw_as_in_the_generator(client, generator):
+    settings = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "presence_penalty": 1.0,
+        "frequency_penalty": 0.5,
+    }
+    more = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 5}
+    answer = client.completions.create(
+        model="tiny",
+        prompt="xy",
+        max_tokens=12,
+        seed=1,
+        logit_bias={"70": 3.5},
+        **settings,
+        extra_body=more,
+    )
+    [expected] = completed(
+        generator, "xy", 1, max_new_tokens=12, logit_bias={70: 3.5}, **settings, **more
+    )
+    assert answer.choices[0].text == expected.text
+
+
+def test_stop_tokens_end_a_completion_and_are_not_shown(client, generator):
+    [free] = completed(generator, "abc", 3, max_new_tokens=30)
+    stop = free.tokens[7]
+    cut = client.completions.create(
+        model="tiny", prompt="abc", max_tokens=30, seed=3, extra_body={"stop_token_ids": [stop]}
+    )
+    first = free.tokens.index(stop)
+    assert cut.usage.completion_tokens == first + 1
+    assert cut.choices[0].text == load_tokenizer("bytes").decode(
+        free.tokens[:first], skip_special_tokens=True
+    )
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_without_a_seed_answers_differ(client):
+    answers = {
+        client.completions.create(model="tiny", prompt="abc", max_tokens=8).choices[0].text
+        for _ in range(4)
+    }
+    assert len(answers) > 1
+    assert draw_number(5) == 5
+    assert draw_number(-1) != draw_number(1 << 70) != draw_number(1 << 71)
+    assert draw_number(-1) == draw_number(-1)
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+BAD = {
+    "temperature": ({"temperature": 2.5}, "temperature"),
+    "type": ({"temperature": "hot"}, "temperature"),
+    "bool": ({"n": True}, "n"),
+    "n": ({"n": 17}, "n"),
+    "unknown": ({"temprature": 1}, "temprature"),
+    "unsupported": ({"reasoning_effort": "high"}, "reasoning_effort"),
+    "role": ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+    "content": ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    "part": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "b", "txt": "a"}]}]},
+        "messages[0].content[0].txt",
+    ),
+    "no messages": ({"messages": []}, "messages"),
+    "stops": ({"stop": ["a"] * 17}, "stop"),
+    "empty stop": ({"stop": ""}, "stop"),
+    "bias": ({"logit_bias": {"x": 1}}, "logit_bias"),
+    "bias outside": ({"logit_bias": {"320": 1}}, "logit_bias"),
+    "stop token": ({"stop_token_ids": [320]}, "stop_token_ids"),
+    "reserved": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_wrong_field_is_named(server, case):
+    fields, param = BAD[case]
+    answer = server.post("/v1/chat/completions", CHAT | fields)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(param)
+    assert error["type"] == "invalid_request_error"
+    assert error["code"]
+
+
+def test_neutral_values_and_names_of_users_are_accepted(server):
+    neutral = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "best_of": 1,
+        "parallel_tool_calls": True,
+        "logit_bias": None,
+        "tools": None,
+        "stop": None,
+        "response_format": {"type": "text"},
+        "top_k": -1,
+    }
+    assert server.post("/v1/chat/completions", CHAT | neutral).status_code == 200
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="x" * 100, max_tokens=29)
+    assert caught.value.code == "context_length_exceeded"
+    assert "128" in str(caught.value) and "100" in str(caught.value) and "29" in str(caught.value)
+    fits = client.completions.create(model="tiny", prompt="x" * 100, max_tokens=28, temperature=0)
+    assert fits.usage.completion_tokens <= 28
+
+
+def test_a_chat_without_a_limit_has_what_is_left(client):
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=CHAT["messages"],
+        seed=1,
+        extra_body={"logit_bias": {"2": -100}},
+    )
+    assert answer.usage.total_tokens == 128
+    assert answer.choices[0].finish_reason == "length"
+
+
+def test_models_are_listed(client):
+    [model] = client.models.list().data
+    assert model.id == "tiny"
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.chat.completions.create(**(CHAT | {"model": "other"}))
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("org/other")
+
+
+def test_only_the_key_opens_the_server(server):
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    for path in ("/v1/models", "/metrics", "/tokenizer_info", "/nope"):
+        assert httpx.get(server.url + path).status_code == 401
+    wrong = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        wrong.models.list()
+    other = httpx.get(f"{server.url}/v1/models", headers={"x-api-key": KEY})
+    assert other.status_code == 200
+
+
+def test_texts_become_tokens_and_back(server):
+    answer = server.post("/tokenize", {"prompt": "hé", "add_special_tokens": False}).json()
+    assert answer["count"] == len(answer["tokens"]) == 3
+    assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "hé"}
+    chat = server.post("/tokenize", {"messages": CHAT["messages"]}).json()["tokens"]
+    assert server.post("/detokenize", {"tokens": chat}).json()["prompt"].endswith("<|assistant|>")
+    info = server.get("/tokenizer_info").json()
+    assert info["eos_token"] == "<eos>" and "message" in info["chat_template"]
+    assert server.post("/detokenize", {"tokens": [1 << 40]}).status_code == 400
+
+
+RAW = {
+    "not json": (b"{", 400),
+    "a list": (b"[]", 400),
+    "nothing": (b"", 400),
+    "not a number": (b'{"prompt": "a", "temperature": NaN}', 400),
+    "infinite": (b'{"prompt": "a", "temperature": 1e999}', 400),
+    "half a pair": (b'{"prompt": "\\ud800"}', 400),
+    "no utf-8": (b'{"prompt": "\xff"}', 400),
+    "deep": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
+    "huge number": (b'{"prompt": [1' + b"0" * 5000 + b"]}", 400),
+    "too large": (b'{"prompt": "' + b"a" * (5 << 20) + b'"}', 413),
+}
+
+
+@pytest.mark.parametrize("case", RAW)
+def test_a_malformed_body_is_refused(server, case):
+    body, status = RAW[case]
+    headers = {"authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers)
+    assert answer.status_code == status
+    assert answer.json()["error"]["message"]
+
+
+def send(server, path, body, extra=""):
+    """Sends a request over a socket of its own, which the caller closes."""
+    content = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port))
+    connection.sendall(
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        f"Content-Length: {len(content)}\r\n{extra}\r\n".encode()
+        + content
+    )
+    return connection
+
+
+@pytest.mark.parametrize("stream", (True, False))
+def test_the_completions_of_a_client_that_goes_are_dropped(server, stream):
+    before = server.generator.counts["useful"]
+    body = {"prompt": "go", "max_tokens": 120, "n": 16, "stream": stream, "logit_bias": {"2": -100}}
+    connection = send(server, "/v1/completions", body)
+    while server.service.running < 4 or server.generator.counts["useful"] == before:
+        time.sleep(0.01)
+    connection.close()
+    assert server.idle()
+    assert server.generator.counts["useful"] - before < 16 * 120
+    assert server.post("/v1/chat/completions", CHAT).status_code == 200
+
+
+def test_two_hundred_requests_at_once_are_all_answered(server, generator):
+    def ask(seed):
+        body = {"prompt": "many", "max_tokens": 4, "seed": seed}
+        return server.post("/v1/completions", body).json()["choices"][0]["text"]
+
+    with concurrent.futures.ThreadPoolExecutor(200) as pool:
+        answers = list(pool.map(ask, range(200)))
+    for seed in (0, 77, 199):
+        assert answers[seed] == completed(generator, "many", seed, max_new_tokens=4)[0].text
+
+
+def test_a_failed_step_is_answered_and_the_server_goes_on(server, monkeypatch, capfd):
+    def fail():
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(server.generator.engine, "collect", fail)
+    answer = server.post("/v1/chat/completions", CHAT)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+    monkeypatch.undo()
+    assert "no device" in capfd.readouterr().err
+    assert server.post("/v1/chat/completions", CHAT).status_code == 200
+
+
+def test_the_snippets_of_the_document_run(server, tmp_path, monkeypatch, capsys):
+    document = Path(__file__).resolve().parents[2] / "docs" / "serve.md"
+    snippets = re.findall(
+        r"^<!-- needs: server -->\n```python\n(.*?)^```$", document.read_text(), re.M | re.S
+    )
+    assert snippets
+    for snippet in snippets:
+        text = snippet.replace("http://127.0.0.1:8000", server.url)
+        text = text.replace('api_key="none"', f"api_key={KEY!r}").replace('"first"', '"tiny"')
+        exec(compile(text, str(document), "exec"), {})
+    assert capsys.readouterr().out
+
+
+def test_metrics_count_requests_and_tokens(server):
+    def numbers():
+        lines = server.get("/metrics").text.splitlines()
+        return {
+            line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+            for line in lines
+            if line[0] != "#"
+        }
+
+    before = numbers()
+    server.post("/v1/chat/completions", CHAT | {"logit_bias": {"2": -100}})
+    after = numbers()
+    ok = 'duet_requests_total{endpoint="/v1/chat/completions",status="200"}'
+    for name, more in {
+        ok: 1,
+        "duet_generated_tokens_total": 2,
+        "duet_prompt_tokens_total": 4,
+    }.items():
+        assert after[name] - before.get(name, 0) == more
+    assert after["duet_requests_running"] == 0
+    assert after["duet_time_to_first_token_seconds_count"] > 0
