@@ -77,6 +77,7 @@ ORDER = {
             "algorithms",
             "tasks",
             "config",
+            "imports",
             "data",
             "accounting",
             "records",

@@ -22,10 +22,11 @@ from rl.commands.exits import run_guarded
 from rl.commands.overrides import overrides_of
 
 COMPLETE = "_complete"  # what the scripts of `rl completion` call; no verb of the help
+_NAMES = {"setup.import_config": "import"}  # verbs that are words of Python
 # A verb is a module with SUMMARY, add_arguments(parser) and run(arguments); DESCRIPTION and HELP
 # (the epilog) are optional.
 VERBS = {
-    path.rpartition(".")[2]: f"rl.commands.{path}"
+    _NAMES.get(path, path.rpartition(".")[2]): f"rl.commands.{path}"
     for path in (
         *(
             "train",
@@ -33,6 +34,7 @@ VERBS = {
             "plan",
             "setup.inspect",
             "runs.explain",
+            "setup.import_config",
             "runs.report",
             "runs.compare",
             "runs.view",

@@ -261,6 +261,7 @@ def test_commands_work(document, tmp_path, capsys):
                 ("rl-train", "--check"),
                 ("rl", "reward"),
                 ("rl", "inspect"),
+                ("rl", "import"),
             }, f"list it in NOT_RUN: {bare}"
             if arguments[0] == "reward":  # several documents register rewards of one name
                 command(

@@ -1,0 +1,331 @@
+"""Reads the file of another framework: a configuration in YAML or JSON, or a script or command line
+that starts a training. Nothing of it runs, and no import is followed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rl.config import yaml_tree
+from rl.config.yaml_tree import PlacedValue
+from rl.errors import ConfigError
+from rl.imports import shell
+
+_MOST_CHARACTERS = 2**20
+_INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
+_RESOLUTIONS = 20  # interpolations that stand for further ones
+
+
+@dataclass(frozen=True)
+class Word:
+    """A value of a file. where: file and line. unresolved: variables of a shell without a value."""
+
+    value: Any
+    where: str
+    unresolved: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Syntax:
+    """How a framework is started, and how its command line names keys.
+
+    program: what a word matches of the command that starts a training. Its name is the group that
+    matches, or the full match if there are no groups; an empty group says that the next word is the
+    name. form: `dotted` (a.b=1, nested files are the same keys) or `flags` (--a.b 1). nested:
+    whether a mapping in a file is a section; else it is a value. files: flags or keys that name
+    further files, which are read first.
+    """
+
+    framework: str
+    program: re.Pattern[str]
+    form: Literal["dotted", "flags"]
+    nested: bool = True
+    files: tuple[str, ...] = ()
+
+
+@dataclass
+class Given:
+    """What files and command lines say. program: what they start, "" if they do not say it.
+
+    positional: words of the command line that are no keys. launcher: flags before the program, such
+    as those of accelerate.
+    """
+
+    words: dict[str, Word] = field(default_factory=dict)
+    program: str = ""
+    positional: list[Word] = field(default_factory=list)
+    launcher: dict[str, Word] = field(default_factory=dict)
+
+    def over(self, below: Given) -> Given:
+        """Returns these words over those of `below`."""
+        launcher = below.launcher | self.launcher
+        words = below.words | self.words
+        program = self.program or below.program
+        return Given(words, program, [*below.positional, *self.positional], launcher)
+
+
+def read(sources: Sequence[str], syntax: Syntax, environment: Mapping[str, str]) -> Given:
+    """Reads files and overrides, each over those before it.
+
+    sources: files, `key=value`, or flags. environment: variables for scripts of a shell.
+    Raises ConfigError: a file that is missing, empty, too large or no text; no command of the
+    framework in a script.
+    """
+    result = Given()
+    overrides: list[shell.Text] = []
+    for number, source in enumerate(sources, start=1):
+        if overrides or source.startswith("-") or ("=" in source and not os.path.exists(source)):
+            overrides.append(shell.Text(source, number))
+        else:
+            result = read_file(Path(source).expanduser(), syntax, environment).over(result)
+    if overrides:
+        keys = _keys(overrides, syntax, "argument")
+        result = _with_files(keys, Path(), syntax, environment).over(result)
+    result.words = _interpolated(result.words)
+    return result
+
+
+def read_file(path: Path, syntax: Syntax, environment: Mapping[str, str]) -> Given:
+    """Reads one file, and the files that its command line names. Raises as `read`."""
+    text = _text(path)
+    if path.suffix.lower() in (".yaml", ".yml", ".json") or _is_mapping(text, path):
+        return Given(_configuration(text, path, syntax))
+    given = _command(text, path, syntax, environment)
+    return _with_files(given, path.parent, syntax, environment)
+
+
+def _text(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(data) > _MOST_CHARACTERS:
+        raise ConfigError(f"{path}: has more than {_MOST_CHARACTERS:,} bytes")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8") from None
+    if not text.strip():
+        raise ConfigError(f"{path}: the file is empty")
+    return text
+
+
+def _is_mapping(text: str, path: Path) -> bool:
+    if path.suffix:
+        return False
+    try:
+        return isinstance(yaml_tree.parse(text, str).value, dict)
+    except ConfigError:
+        return False
+
+
+def _configuration(text: str, path: Path, syntax: Syntax) -> dict[str, Word]:
+    try:
+        tree = yaml_tree.parse(text, lambda line: f"{path.name}:{line}")
+    except ConfigError:
+        if path.suffix.lower() != ".json":
+            raise
+        tree = _located(_json(text, path), path.name)
+    if not isinstance(tree.value, dict):
+        raise ConfigError(f"{path}: has no keys at its top level")
+    words = _flat(_merged(tree), "", syntax.nested)
+    if not words:
+        raise ConfigError(f"{path}: has no keys")
+    return words
+
+
+def _json(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from None
+
+
+def _located(value: Any, where: str) -> PlacedValue:
+    if isinstance(value, dict):
+        value = {str(key): _located(child, where) for key, child in value.items()}
+    elif isinstance(value, list):
+        value = [_located(child, where) for child in value]
+    return PlacedValue(value, where, where)
+
+
+def _merged(tree: PlacedValue) -> PlacedValue:
+    """Puts the keys of `<<` into the mapping that has it, below its own."""
+    if not isinstance(tree.value, dict):
+        return tree
+    children = {key: _merged(child) for key, child in tree.value.items()}
+    below = children.pop("<<", None)
+    if below is not None and isinstance(below.value, dict):
+        children = below.value | children
+    return PlacedValue(children, tree.where, tree.key_where)
+
+
+def _flat(tree: PlacedValue, path: str, nested: bool) -> dict[str, Word]:
+    words: dict[str, Word] = {}
+    for key, child in tree.value.items():
+        name = f"{path}{key}"
+        if nested and isinstance(child.value, dict) and child.value:
+            words |= _flat(child, f"{name}.", nested)
+        else:
+            words[name] = Word(yaml_tree.plain(child), child.place)
+    return words
+
+
+def _command(text: str, path: Path, syntax: Syntax, environment: Mapping[str, str]) -> Given:
+    starts = [
+        (words, place)
+        for words in shell.commands(text, path.name, environment)
+        for place in [_program_at(words, syntax)]
+        if place is not None
+    ]
+    if not starts:
+        raise ConfigError(
+            f"{path}: no command of {syntax.framework} in it; name a YAML or JSON file, or a "
+            "script with the command that starts the training"
+        )
+    if len(starts) > 1:
+        lines = ", ".join(str(words[place].line) for words, place in starts)
+        raise ConfigError(
+            f"{path}: it starts {len(starts)} trainings (lines {lines}); keep one of them"
+        )
+    words, place = starts[0]
+    given = _keys(words[place + 1 :], syntax, path.name)
+    match = syntax.program.search(words[place].text)
+    assert match is not None
+    given.program = next(filter(None, match.groups()), "") if match.groups() else match[0]
+    if "" in match.groups() and given.positional:  # `trl grpo`: the program is the next word
+        given.program = str(given.positional.pop(0).value)
+    given.launcher = _keys(words[:place], replace(syntax, form="flags"), path.name).words
+    return given
+
+
+def _program_at(words: Sequence[shell.Text], syntax: Syntax) -> int | None:
+    return next((at for at, word in enumerate(words) if syntax.program.search(word.text)), None)
+
+
+def _keys(words: Sequence[shell.Text], syntax: Syntax, name: str) -> Given:
+    """Reads the words behind a program."""
+    given = Given()
+    at = 0
+    while at < len(words):
+        word = words[at]
+        where = f"{name} {word.line}" if name == "argument" else f"{name}:{word.line}"
+        at += 1
+        key, equals, value = word.text.partition("=")
+        if key.startswith("--") and len(key) > 2:
+            values = [replace(word, text=value)] if equals else []
+            while not equals and at < len(words) and not _is_flag(words[at].text):
+                if syntax.form == "dotted" and values:
+                    break
+                values.append(words[at])
+                at += 1
+            flag = key[2:].replace("-", "_")
+            given.words[flag] = _word_of(values, where)
+        elif equals and syntax.form == "dotted":
+            name_of_key = key.lstrip("+").removeprefix("~")
+            typed = _typed(value)
+            at_key = Word(typed, where, word.unresolved)
+            if isinstance(typed, dict) and typed and syntax.nested:
+                tree = _located(typed, where)
+                given.words |= _flat(tree, f"{name_of_key}.", True)
+            else:
+                given.words[name_of_key] = at_key
+        elif word.text and word.text != "--":
+            given.positional.append(Word(word.text, where, word.unresolved))
+    return given
+
+
+def _is_flag(text: str) -> bool:
+    return bool(re.match(r"--?[A-Za-z]", text)) or text == "--"
+
+
+def _word_of(values: Sequence[shell.Text], where: str) -> Word:
+    unresolved = tuple(name for value in values for name in value.unresolved)
+    typed = [_typed(value.text) for value in values]
+    if not typed:
+        return Word(True, where)
+    return Word(typed[0] if len(typed) == 1 else typed, where, unresolved)
+
+
+def _typed(text: str) -> Any:
+    try:
+        return yaml_tree.plain(yaml_tree.typed_value(text, "")) if text else ""
+    except ConfigError:
+        return text
+
+
+def _with_files(
+    given: Given, folder: Path, syntax: Syntax, environment: Mapping[str, str]
+) -> Given:
+    """Reads the files that a command line names, and puts its own keys over theirs."""
+    result = Given()
+    for key in syntax.files:
+        if (word := given.words.pop(key, None)) is not None:
+            result = read_file(_next_to(word, folder), syntax, environment).over(result)
+    return given.over(result)
+
+
+def _next_to(word: Word, folder: Path) -> Path:
+    """Returns the file that a command names: from the working directory, or next to the script."""
+    path = Path(str(word.value)).expanduser()
+    for candidate in (path, folder / path, folder / path.name):
+        if candidate.is_file():
+            return candidate
+    raise ConfigError(
+        f"{word.where}: no file {path}, nor one of this name next to the script; name it before the "
+        "script: `rl import FRAMEWORK FILE SCRIPT`"
+    )
+
+
+def _interpolated(words: dict[str, Word]) -> dict[str, Word]:
+    """Replaces `${a.b}` and `${oc.select:a.b,default}` of OmegaConf in texts. What has no value
+    stays."""
+    result = dict(words)
+    for key, word in words.items():
+        value = word.value
+        for _ in range(_RESOLUTIONS):
+            if not isinstance(value, str) or "${" not in value:
+                break
+            new = _resolved(value, key, words)
+            if new == value:
+                break
+            value = new
+        result[key] = replace(word, value=value)
+    return result
+
+
+def _resolved(text: str, key: str, words: Mapping[str, Word]) -> Any:
+    matches = list(_INTERPOLATION.finditer(text))
+    values = [_interpolation(match[1], key, words) for match in matches]
+    if len(matches) == 1 and matches[0][0] == text:
+        return values[0] if values[0] is not _NOTHING else text
+    for match, value in zip(matches, values, strict=True):
+        if value is not _NOTHING and isinstance(value, str | int | float):
+            text = text.replace(match[0], str(value))
+    return text
+
+
+_NOTHING = object()
+
+
+def _interpolation(inner: str, key: str, words: Mapping[str, Word]) -> Any:
+    resolver, colon, arguments = inner.partition(":")
+    default: Any = _NOTHING
+    name = inner
+    if colon and resolver == "oc.select":
+        name, comma, text = arguments.partition(",")
+        default = _typed(text.strip()) if comma else _NOTHING
+    elif colon:
+        return _NOTHING
+    name = name.strip()
+    while name.startswith("."):
+        key = key.rpartition(".")[0]
+        name = name[1:]
+        if not name.startswith("."):
+            name = f"{key}.{name}" if key else name
+    return words[name].value if name in words else default

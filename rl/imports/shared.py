@@ -1,0 +1,169 @@
+"""What the frameworks have in common: schedules, adapters, data, rewards and numbers of steps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rl.imports.draft import Draft
+
+STAGE = "stages.0"
+ALGORITHM = f"{STAGE}.algorithm"
+OPTIMIZER = f"{STAGE}.optimizer"
+SAMPLING = f"{STAGE}.sampling"
+PROMPT_TOKENS = 512
+"""Room for a prompt where the other framework sets no limit."""
+
+
+def put_schedule(
+    draft: Draft, schedule: str, key: str, final: float | None = None, final_key: str = ""
+) -> None:
+    """Writes the schedule of the learning rate: `constant`, `linear` or `cosine`, down to `final`."""
+    draft.put(f"{OPTIMIZER}.schedule", schedule, key)
+    if final and schedule != "constant":
+        draft.put(f"{OPTIMIZER}.final_fraction", final, final_key or key)
+
+
+def put_warmup(draft: Draft, *, steps: str = "", ratio: str = "", per_step: int = 1) -> None:
+    """Writes the warm-up, in updates: of a number of updates, or of a share of all updates.
+
+    steps, ratio: names of the keys. A `steps` below 1 is a share too (transformers 5).
+    per_step: updates of a step of Duet.
+    """
+    key, value = steps, draft.number(steps) if steps else None
+    if not value or value < 0:
+        key, value = ratio, draft.number(ratio) if ratio else None
+    others = [name for name in (steps, ratio) if name and name != key]
+    draft.same(*others, note="another key sets the warm-up" if value else "no warm-up")
+    if not value or value < 0:
+        draft.same(key, note="no warm-up")
+    elif key == steps and value >= 1:
+        draft.put(f"{OPTIMIZER}.warmup_steps", round(value), key, note="updates")
+    elif (updates := updates_of(draft, per_step)) is not None:
+        name = f"{OPTIMIZER}.warmup_steps"
+        note = f"{value:g} of {updates} updates"
+        draft.put(name, math.ceil(round(value * updates, 6)), key, note=note)
+    else:
+        draft.change(
+            key,
+            note=f"no warm-up is written: {value:g} of the updates, whose number follows from the "
+            "rows of the data; say --rows N",
+        )
+
+
+def updates_of(draft: Draft, per_step: int) -> int | None:
+    """Returns the updates of the stage, or None if they depend on an unknown number of rows."""
+    if (steps := draft.values.get(f"{STAGE}.steps")) is not None:
+        return steps.value * per_step
+    epochs = draft.values.get(f"{STAGE}.epochs")
+    batch = draft.values.get(f"{STAGE}.prompts_per_step")
+    if epochs is None or batch is None or draft.facts.rows is None:
+        return None
+    return math.ceil(epochs.value * draft.facts.rows / batch.value) * per_step
+
+
+def put_adapter(
+    draft: Draft, rank: str, alpha: str, targets: str, *, default_targets: Any = "all-linear"
+) -> bool:
+    """Writes the adapter. Returns whether there is one: a rank above 0."""
+    size = draft.integer(rank)
+    if not size:
+        draft.same(rank, alpha, targets, note="no adapter")
+        return False
+    draft.put("model.adapter.rank", size, rank)
+    if (scale := draft.number(alpha)) is not None:
+        draft.put("model.adapter.alpha", scale, alpha)
+    names = draft.texts(targets) or default_targets
+    if isinstance(names, list) and len(names) == 1 and names[0] == "all-linear":
+        names = "all-linear"
+    elif isinstance(names, list) and len(names) == 1:
+        names = names[0].split("|") if re.fullmatch(r"[\w.*|\\]+", names[0]) else names
+    draft.put("model.adapter.targets", names, targets)
+    return True
+
+
+def put_data(
+    draft: Draft, paths: Sequence[str], key: str, *, section: str = "data", split: str = ""
+) -> None:
+    """Writes the data: one path, or a list of them."""
+    if not paths:
+        draft.put(f"{section}.path", "rows.jsonl", note="change: the data of the other run")
+        draft.task(f"{section}.path: name the data; the other file does not say which")
+        return
+    if len(paths) == 1:
+        draft.put(f"{section}.path", paths[0], key)
+        if split:
+            draft.put(f"{section}.split", split, key)
+        return
+    entries = [{"path": path, **({"split": split} if split else {})} for path in paths]
+    draft.put(section, entries, key)
+
+
+def put_rewards(draft: Draft, functions: list[dict[str, Any]], *keys: str, note: str = "") -> None:
+    """Writes the reward functions, or a place for them."""
+    if functions:
+        draft.put("rewards.functions", functions, *keys, note=note)
+        return
+    note = "change: the rewards of the other run"
+    draft.put("rewards.functions", ["exact_answer"], note=note)
+    draft.task(
+        "rewards.functions: name your reward functions, file.py:function; the other file does not "
+        "say which"
+    )
+
+
+def put_lengths(draft: Draft, completion: str, prompt: str = "", total: str = "") -> None:
+    """Writes the lengths of completions and of sequences."""
+    new = draft.integer(completion)
+    if new is not None:
+        draft.put(f"{SAMPLING}.max_new_tokens", new, completion)
+    total_tokens = draft.integer(total) if total else None
+    before = draft.integer(prompt) if prompt else None
+    if total_tokens is not None and (new is None or total_tokens > new):
+        draft.put("max_length", total_tokens, total)
+        if new is None:
+            most = max(1, total_tokens - 1)
+            draft.put(f"{SAMPLING}.max_new_tokens", most, completion, note="up to max_length")
+    elif before is not None:
+        sum_of = f"{before} + {new or 0}"
+        draft.put("max_length", before + (new or 0), prompt, completion, note=sum_of)
+    elif new is not None:
+        draft.put(
+            "max_length",
+            PROMPT_TOKENS + new,
+            completion,
+            note=f"room for prompts of {PROMPT_TOKENS} tokens; longer ones are refused",
+            changed=True,
+        )
+
+
+def put_steps(
+    draft: Draft, steps: str, epochs: str, *, per_step: int = 1, none: float = -1
+) -> None:
+    """Writes the number of steps: of `steps`, in updates of which a step has `per_step`, else of
+    `epochs`. none: a value of `steps` that stands for no limit."""
+    number = draft.integer(steps) if steps else None
+    if number is not None and number > 0 and number != none:
+        note = f"{number} updates, {per_step} a step" if per_step > 1 else ""
+        draft.put(f"{STAGE}.steps", math.ceil(number / per_step), steps, note=note)
+        draft.same(epochs, note=f"{steps} sets the steps")
+        return
+    draft.same(steps, note="no limit")
+    passes = draft.number(epochs)
+    if passes:
+        draft.put(f"{STAGE}.epochs", passes if passes % 1 else int(passes), epochs)
+
+
+def exact_quotient(dividend: float, divisor: float) -> int | None:
+    """Returns dividend / divisor if it is an integer of at least 1, else None."""
+    if not divisor or dividend < divisor or dividend % divisor:
+        return None
+    return int(dividend // divisor)
+
+
+def dotted_function(name: str) -> str:
+    """Returns `package.module.function` in Duet's form, `package.module:function`."""
+    module, dot, function = name.rpartition(".")
+    return f"{module}:{function}" if dot and ":" not in name else name

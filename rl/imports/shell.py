@@ -1,0 +1,477 @@
+"""Reads a script of a shell without running it: the commands, with the values of their variables.
+
+It knows what scripts that start a training have: quotes, comments, continued lines, variables with
+defaults, arrays, integers in `$(( ))`, documents after `<<`. It takes no branch: an assignment
+inside `if`, `case` or a loop gives a variable a value only if it has none. What another program
+would have to compute (`$(date)`) stays in the text and is named in `Text.unresolved`.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from rl.errors import ConfigError
+
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_DECLARING = {"export", "declare", "local", "readonly", "typeset"}
+_OPENING = {"if", "for", "while", "until", "case"}
+_CLOSING = {"fi", "done", "esac"}
+_WORDS_OF_BLOCKS = {"then", "else", "elif", "do", "{", "}", "!", "time", "exec"}
+_OPERATORS = re.compile(r"\n|;;|;|&&|\|\||\|&?|&>>?|&|\(|\)")
+_REDIRECTION = re.compile(r"\d*(?:>>|>&|<&|<>|>\||<|>)")
+_DOCUMENT = re.compile(r"<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2")
+_BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Mod: operator.mod,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+}
+_LARGEST = 2**63
+
+
+@dataclass(frozen=True)
+class Text:
+    """A word after expansion. unresolved: variables without a value, and commands that it needs."""
+
+    text: str
+    line: int
+    unresolved: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a word. expands: whether `$` is special. quoted: whether blanks split it."""
+
+    text: str
+    expands: bool
+    quoted: bool
+
+
+@dataclass
+class _Word:
+    line: int
+    parts: list[_Part] = field(default_factory=list)
+    array: list[_Word] | None = None
+
+    @property
+    def plain(self) -> str:
+        """Its text before expansion; an unquoted one can be a keyword or begin an assignment."""
+        return "".join(part.text for part in self.parts)
+
+
+@dataclass
+class _Command:
+    words: list[_Word] = field(default_factory=list)
+    document: _Word | None = None
+
+
+def commands(text: str, name: str, environment: Mapping[str, str]) -> list[list[Text]]:
+    """Returns the words of each command of a script, in the order in which they stand there.
+
+    environment: variables that the script does not set; those with a secret name have no value.
+    Raises ConfigError for a quote, bracket or document that does not end.
+    """
+    reader = _Reader(text.replace("\r\n", "\n"), name)
+    script = _Script(name, environment)
+    result: list[list[Text]] = []
+    while (command := reader.command()) is not None:
+        if words := script.run(command):
+            result.append(words)
+    return result
+
+
+class _Reader:
+    """Cuts a script into commands and their words."""
+
+    def __init__(self, text: str, name: str):
+        self._text = text
+        self._name = name
+        self._at = 0
+        self._line = 1
+        self._documents: list[tuple[_Command, re.Match[str]]] = []
+
+    def command(self) -> _Command | None:
+        """Returns the next command, or None at the end. A command can have no words."""
+        if self._at >= len(self._text):
+            return None
+        command = _Command()
+        while self._at < len(self._text):
+            self._skip_blanks()
+            if match := self._match(_DOCUMENT):
+                self._documents.append((command, match))
+            elif match := self._match(_OPERATORS):
+                if match[0] == "\n":
+                    self._line += 1
+                    self._read_documents()
+                break
+            elif self._match(_REDIRECTION):
+                self._skip_blanks()
+                self._word()
+            elif self._at < len(self._text):
+                word = self._word()
+                if _ASSIGNMENT.fullmatch(word.plain) and self._text.startswith("(", self._at):
+                    word.array = self._array()
+                command.words.append(word)
+        return command
+
+    def _match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        match = pattern.match(self._text, self._at)
+        if match:
+            self._at = match.end()
+        return match
+
+    def _skip_blanks(self) -> None:
+        while self._at < len(self._text):
+            if self._text.startswith("\\\n", self._at):
+                self._line += 1
+                self._at += 2
+            elif self._text[self._at] in " \t":
+                self._at += 1
+            elif self._text[self._at] == "#":
+                end = self._text.find("\n", self._at)
+                self._at = end if end >= 0 else len(self._text)
+            else:
+                return
+
+    def _array(self) -> list[_Word]:
+        start = self._line
+        self._at += 1
+        words = []
+        while True:
+            self._skip_blanks()
+            if self._at >= len(self._text):
+                raise ConfigError(f"{self._name}:{start}: the array `(` has no end")
+            if self._text[self._at] == ")":
+                self._at += 1
+                return words
+            if self._text[self._at] == "\n":
+                self._line += 1
+                self._at += 1
+            else:
+                before = self._at
+                words.append(self._word())
+                self._at += self._at == before
+
+    def _word(self) -> _Word:
+        word = _Word(self._line)
+        while self._at < len(self._text):
+            character = self._text[self._at]
+            if character in " \t\n;&|()<>":
+                break
+            if character == "\\":
+                self._escape(word)
+            elif character == "'":
+                word.parts.append(_Part(self._until("'", "'"), False, True))
+            elif self._text.startswith("$'", self._at):
+                self._at += 1
+                quoted = self._until("'", "$'", escapes=True)
+                word.parts.append(_Part(_unescaped(quoted), False, True))
+            elif character == '"':
+                word.parts.append(_Part(self._until('"', '"', escapes=True), True, True))
+            elif character in "$`":
+                word.parts.append(_Part(self._expansion(), True, False))
+            else:
+                end = re.compile(r"[ \t\n;&|()<>\\'\"$`]").search(self._text, self._at)
+                stop = end.start() if end else len(self._text)
+                word.parts.append(_Part(self._text[self._at : stop], False, False))
+                self._at = stop
+        return word
+
+    def _escape(self, word: _Word) -> None:
+        following = self._text[self._at + 1 : self._at + 2]
+        if following == "\n":
+            self._line += 1
+        elif following:
+            word.parts.append(_Part(following, False, True))
+        self._at += 2
+
+    def _until(self, end: str, opening: str, escapes: bool = False) -> str:
+        """Returns what stands in quotes, which begin here, and goes behind them."""
+        start, line = self._at + 1, self._line
+        at = start
+        while at < len(self._text) and self._text[at] != end:
+            if escapes and self._text.startswith(("$(", "${"), at) and end == '"':
+                at = self._closed(at)
+            else:
+                at += 2 if escapes and self._text[at] == "\\" else 1
+        if at >= len(self._text):
+            raise ConfigError(f"{self._name}:{line}: the quote {opening} has no end")
+        self._line += self._text.count("\n", start, at)
+        self._at = at + 1
+        return self._text[start:at]
+
+    def _expansion(self) -> str:
+        start = self._at
+        if self._text.startswith(("$(", "${"), start):
+            self._at = self._closed(start)
+        elif self._text[start] == "`":
+            end = self._text.find("`", start + 1)
+            if end < 0:
+                raise ConfigError(f"{self._name}:{self._line}: the quote ` has no end")
+            self._at = end + 1
+        else:
+            match = re.compile(r"\$(?:\w+|.|$)", re.DOTALL).match(self._text, start)
+            self._at = match.end() if match else start + 1
+        self._line += self._text.count("\n", start, self._at)
+        return self._text[start : self._at]
+
+    def _closed(self, at: int) -> int:
+        """Returns the place behind the bracket that `$(` or `${` at `at` opens."""
+        opening = self._text[at + 1]
+        closing = {"(": ")", "{": "}"}[opening]
+        depth, place = 0, at + 1
+        while place < len(self._text):
+            character = self._text[place]
+            if character == "\\":
+                place += 1
+            depth += (character == opening) - (character == closing)
+            place += 1
+            if depth == 0:
+                return place
+        raise ConfigError(f"{self._name}:{self._line}: the bracket ${opening} has no end")
+
+    def _read_documents(self) -> None:
+        for command, match in self._documents:
+            start, line = self._at, self._line
+            indent, quote, end = match.groups()
+            while True:
+                if self._at >= len(self._text):
+                    raise ConfigError(f"{self._name}:{line}: the document <<{end} has no end")
+                stop = self._text.find("\n", self._at)
+                stop = stop if stop >= 0 else len(self._text)
+                current = self._text[self._at : stop]
+                self._line += 1
+                body_end, self._at = self._at, stop + 1
+                if (current.lstrip("\t") if indent else current) == end:
+                    break
+            body = self._text[start:body_end]
+            body = body if quote else body.replace("\\\n", " ")
+            command.document = _Word(line, [_Part(body, not quote, True)])
+        self._documents = []
+
+
+def _unescaped(text: str) -> str:
+    escapes = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
+    return re.sub(r"\\(.)", lambda match: escapes.get(match[1], match[0]), text)
+
+
+class _Script:
+    """Keeps the variables while the commands of a script go by."""
+
+    def __init__(self, name: str, environment: Mapping[str, str]):
+        self._name = name
+        self._environment = environment
+        self._variables: dict[str, list[Text]] = {}
+        self._depth = 0
+
+    def run(self, command: _Command) -> list[Text]:
+        """Makes the assignments of a command. Returns its other words, expanded."""
+        words = list(command.words)
+        while words and (plain := self._keyword(words[0])) is not None:
+            self._depth += (plain in _OPENING) - (plain in _CLOSING)
+            words.pop(0)
+            if plain in ("for", "case"):  # the name and the values of a loop are no command
+                return []
+        declares = bool(words) and words[0].plain in _DECLARING
+        assignments = words[1:] if declares else words
+        while assignments and self._assigns(assignments[0]):
+            self._assign(assignments.pop(0))
+        if declares or not assignments:
+            return []
+        if assignments[0].plain == "read" and command.document is not None:
+            self._variables[assignments[-1].plain] = self._fields(command.document)
+            return []
+        return [text for word in assignments for text in self._fields(word)]
+
+    @staticmethod
+    def _keyword(word: _Word) -> str | None:
+        is_bare = all(not part.quoted and not part.expands for part in word.parts)
+        known = word.plain in _OPENING | _CLOSING | _WORDS_OF_BLOCKS
+        return word.plain if is_bare and known and word.array is None else None
+
+    @staticmethod
+    def _assigns(word: _Word) -> bool:
+        first = word.parts[0] if word.parts else None
+        return first is not None and not first.quoted and bool(_ASSIGNMENT.match(first.text))
+
+    def _assign(self, word: _Word) -> None:
+        first = word.parts[0]
+        match = _ASSIGNMENT.match(first.text)
+        assert match is not None
+        name, adds = match[1], bool(match[2])
+        if self._depth and name in self._variables:
+            return
+        if word.array is not None:
+            values = [text for each in word.array for text in self._fields(each)]
+            self._variables[name] = [*self._variables.get(name, []), *values] if adds else values
+            return
+        rest = [replace(first, text=first.text[match.end() :]), *word.parts[1:]]
+        quoted = [replace(part, quoted=True) for part in rest]
+        value = self._joined(self._fields(_Word(word.line, quoted)), word.line)
+        if adds:
+            value = self._joined([*self._variables.get(name, []), value], word.line, "")
+        self._variables[name] = [value]
+
+    @staticmethod
+    def _joined(texts: list[Text], line: int, between: str = " ") -> Text:
+        unresolved = tuple(name for text in texts for name in text.unresolved)
+        return Text(between.join(text.text for text in texts), line, unresolved)
+
+    def _fields(self, word: _Word) -> list[Text]:
+        """Returns what a word expands to: no text, one, or several."""
+        done: list[Text] = []
+        current: Text | None = None
+        for part in word.parts:
+            pieces = self._expanded(part, word.line)
+            if part.quoted and not pieces and not _is_list(part.text):
+                pieces = [[Text("", word.line)]]
+            for number, piece in enumerate(pieces):
+                if number and current is not None:
+                    done.append(current)
+                    current = None
+                for text in piece:
+                    place = current.line if current else text.line
+                    before = current or Text("", place)
+                    current = Text(
+                        before.text + text.text, place, before.unresolved + text.unresolved
+                    )
+        return [*done, current] if current is not None else done
+
+    def _expanded(self, part: _Part, line: int) -> list[list[Text]]:
+        """Returns the fields of a part, each a list of texts that follow each other."""
+        if not part.expands:
+            return [[Text(part.text, line)]]
+        fields: list[list[Text]] = [[]]
+        at = 0
+        for start, end in _dollars(part.text):
+            if start > at:
+                fields[-1].append(Text(_plain(part, part.text[at:start]), line))
+            values = self._value(part.text[start:end], line)
+            at = end
+            if not part.quoted:
+                values = [
+                    replace(value, text=word)
+                    for value in values
+                    for word in ([value.text] if value.unresolved else value.text.split())
+                ]
+            for number, value in enumerate(values):
+                if number:
+                    fields.append([])
+                fields[-1].append(value)
+        if at < len(part.text):
+            fields[-1].append(Text(_plain(part, part.text[at:]), line))
+        return [each for each in fields if each]
+
+    def _value(self, text: str, line: int) -> list[Text]:
+        """Returns the values of one `$` expression."""
+        if text.startswith("$(("):
+            return [self._arithmetic(text, line)]
+        if text.startswith(("$(", "`")):
+            return [Text(text, line, (text,))]
+        if not text.startswith("${"):
+            return self._variable(text[1:], text, line)
+        inner = text[2:-1]
+        match = re.match(r"([A-Za-z_]\w*|[\d@*#?!-])(\[[@*\w]+\])?(.*)", inner, re.DOTALL)
+        if match is None:
+            return [Text(text, line, (text,))]
+        name, index, rest = match.groups()
+        default = re.match(r":?([-=?+])(.*)", rest, re.DOTALL)
+        if rest and default is None:
+            return [Text(text, line, (text,))]
+        values = self._variable(name, text, line)
+        if index and index[1:-1].isdecimal():
+            values = values[int(index[1:-1]) :][:1]
+        has_value = any(value.text for value in values) and not any(v.unresolved for v in values)
+        if default is not None and (default[1] == "+") == has_value:
+            word = _Word(line, [_Part(_unquoted(default[2]), True, True)])
+            return self._fields(word)
+        if default is not None and default[1] == "+":
+            return []
+        return values
+
+    def _variable(self, name: str, text: str, line: int) -> list[Text]:
+        if name in "@*" or name.isdecimal():
+            return []
+        if name in self._variables:
+            return self._variables[name]
+        if name == "HOME":
+            return [Text("~", line)]
+        if _NAME.fullmatch(name) and not _SECRET.search(name) and name in self._environment:
+            return [Text(self._environment[name], line)]
+        return [Text(text, line, (text,))]
+
+    def _arithmetic(self, text: str, line: int) -> Text:
+        inner = text[3:-2]
+        names = re.sub(
+            r"\$\{(\w+)\}|\$(\w+)|([A-Za-z_]\w*)",
+            lambda match: self._number(next(filter(None, match.groups()))),
+            inner,
+        )
+        try:
+            return Text(str(_integer_value(ast.parse(names.strip(), mode="eval").body)), line)
+        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+            return Text(text, line, (text,))
+
+    def _number(self, name: str) -> str:
+        value = self._joined(self._variable(name, f"${name}", 0), 0)
+        return value.text if re.fullmatch(r"-?\d{1,18}", value.text) else "unknown"
+
+
+def _integer_value(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        result = node.value
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        result = -_integer_value(node.operand)
+    elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        result = _BINARY[type(node.op)](_integer_value(node.left), _integer_value(node.right))
+    else:
+        raise ValueError("not integers")
+    if abs(result) >= _LARGEST:
+        raise ValueError("too large")
+    return result
+
+
+def _dollars(text: str) -> list[tuple[int, int]]:
+    """Returns the start and end of each `$` expression of a text."""
+    places, at = [], 0
+    pattern = re.compile(r"\\.|`[^`]*`|\$(?=[\w{(@*?#!$-])", re.DOTALL)
+    while match := pattern.search(text, at):
+        at = match.end()
+        if match[0].startswith("\\"):
+            continue
+        start = match.start()
+        if match[0] == "$" and text[at] in "({":
+            closing = {"(": ")", "{": "}"}[text[at]]
+            depth = 0
+            while at < len(text):
+                depth += (text[at] == text[start + 1]) - (text[at] == closing)
+                at += 1
+                if depth == 0:
+                    break
+        elif match[0] == "$":
+            name = re.compile(r"[A-Za-z_]\w*|.", re.DOTALL).match(text, at)
+            at = name.end() if name else at
+        places.append((start, at))
+    return places
+
+
+def _plain(part: _Part, text: str) -> str:
+    """Returns the text between `$` expressions: in double quotes some characters are escaped."""
+    return re.sub(r'\\([$`"\\\n])', lambda match: match[1].strip("\n"), text)
+
+
+def _unquoted(text: str) -> str:
+    text = text.strip()
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+
+
+def _is_list(text: str) -> bool:
+    return bool(re.fullmatch(r"\$\{\w+\[[@*]\]\}|\$[@*]|\$\{[@*]\}", text))
