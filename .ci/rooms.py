@@ -63,6 +63,7 @@ ORDER = {
         "media",
         "types",
         "request",
+        "token_scores",
         "logits_processors",
         "engine",
         "generator",

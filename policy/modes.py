@@ -23,6 +23,7 @@ from policy.decoder import Decoder
 from policy.heads import head, kept
 from policy.heads.divergence import Divergence, DivergenceOutputs, divergence
 from policy.heads.multi_token_prediction import predictions
+from policy.heads.vocab_tiles import TopTokens
 from policy.intermediates import Aux
 from policy.mesh.sharding import constrain
 
@@ -138,6 +139,25 @@ def logprobs_of_states(
             hidden, decoder.head_weight, targets, rows.flat(kept_BTI), *how
         )
     return rows.back(logp), rows.back(entropy)
+
+
+def top_logprobs_of_states(
+    decoder: Decoder, states_BTE: jax.Array, tokens_BT: jax.Array, k: int, runtime: Runtime
+) -> TopTokens:
+    """Returns the k likeliest tokens in each place, float32 and int32[B, T, k], and the
+    log-probabilities of the tokens, `target`, float32[B, T], at temperature 1. States: those one
+    token earlier."""
+    rows = FlatRows(runtime.layout, *tokens_BT.shape[:2])
+    top = head.top_and_rest(
+        rows.flat(states_BTE),
+        decoder.head_weight,
+        k,
+        1.0,
+        decoder.config.logit_scaling,
+        head.Tiling(runtime.num_vocab_tiling, rows.layout),
+        targets_M=rows.flat(tokens_BT),
+    )
+    return jax.tree.map(rows.back, top)
 
 
 def compare(

@@ -31,6 +31,7 @@ from rollout.text.chat import render_prompt
 from rollout.text.interface import Tokenizer
 from rollout.text.spelling import decode_after
 from rollout.text.tokenizer import bad_word_tokens, first_stop
+from rollout.token_scores import Text, TokenScorer
 from rollout.types import Completion, GeneratorOptions, SamplingParams
 
 
@@ -114,6 +115,7 @@ class Generator:
                 )
             )
         self._queue = Queue(options.queue)
+        self._prefill_budget = budget
         self._streams: list[_Stream] = []
         self.verifier: Verifier | None = None
         if options.exact:
@@ -284,7 +286,8 @@ class Generator:
     def _widths(self, params: Iterable[SamplingParams]) -> list[Widths]:
         """Returns the widths of decodes, each of requests with one of these parameters."""
         requests = [Request((0,), each, bad_words=self.engine.bad_words(each)) for each in params]
-        return list(dict.fromkeys(Widths.of([request]) for request in requests))
+        widths = self.engine.runner.widths
+        return list(dict.fromkeys(widths([request]) for request in requests))
 
     def _longest(self, longest: int) -> int:
         """Returns the most tokens that are prefilled, for prompts of up to `longest` tokens."""
@@ -322,8 +325,7 @@ class Generator:
         """
         try:
             ended = [self.engine.release(slot) for slot in self.engine.collect()]
-            while self._queue and self.engine.free_slots:
-                self.engine.insert(self._queue.pop())
+            self._fill_slots()
             self.engine.start(self._queue.first)
             return self._verified(self.verifier, ended) if self.verifier else ended
         except BaseException:
@@ -333,6 +335,43 @@ class Generator:
                 self.verifier.clear()
             raise
 
+    def _fill_slots(self) -> None:
+        """Fills free slots from the queue, and scores the prompts that ask for it. Once these have
+        more tokens than a step may prefill, the others wait."""
+        unscored: list[Request] = []
+        left = self._prefill_budget
+        while self._queue and self.engine.free_slots and left > 0:
+            request = self._queue.pop()
+            self.engine.insert(request)
+            asks = request.params.prompt_logprobs is not None
+            if asks and request.prompt_scores is None and not self.verifier:
+                unscored.append(request)
+                left -= len(request.prompt)
+        for k in {request.params.prompt_logprobs for request in unscored}:
+            group = [request for request in unscored if request.params.prompt_logprobs == k]
+            texts = [Text(request.prompt, request.media) for request in group]
+            scores = self._token_scorer.score(self._params, texts, k or 0)
+            for request, each in zip(group, scores, strict=True):
+                request.prompt_scores = each
+
+    @cached_property
+    def _token_scorer(self) -> TokenScorer:
+        return TokenScorer(self.engine.runner.graph, self.max_length)
+
+    def _score_verified(self, request: Request) -> None:
+        """Scores prompt and completion of a verified request, as far as it asks for it."""
+        params = request.params
+        asked = [k for k in (params.top_logprobs, params.prompt_logprobs) if k is not None]
+        if not asked:
+            return
+        text = Text((*request.prompt, *request.tokens), request.media)
+        [scores] = self._token_scorer.score(self._params, [text], max(asked))
+        start = len(request.prompt)
+        if params.top_logprobs is not None:
+            request.scores = scores.part(start, None, params.top_logprobs)
+        if params.prompt_logprobs is not None:
+            request.prompt_scores = scores.part(0, start, params.prompt_logprobs)
+
     def _verified(self, verifier: Verifier, ended: list[Request]) -> list[Request]:
         """Returns the requests that are verified, of these and of earlier ones. Those with a wrong
         token return to the queue."""
@@ -341,6 +380,8 @@ class Generator:
             return []
         verified, resumed = verifier.check(self.model.params)
         self._queue.add(resumed)
+        for request in verified:
+            self._score_verified(request)
         return verified
 
     def set_value_head(self, head_E: jax.Array) -> None:
@@ -375,7 +416,7 @@ class Generator:
                 path: np.asarray(array)[: request.needed].copy() for path, array in routes.items()
             }
         values = request.values if self.options.record_values else None
-        recorded = {}
+        recorded: dict[str, Any] = {}
         if self.options.record_kept and request.params.has_filter:
             recorded["filtered_logprobs"] = request.filtered_logprobs
             recorded["kept_counts"] = request.kept_counts
@@ -383,6 +424,8 @@ class Generator:
             recorded["kept"] = np.asarray(request.kept, np.int32).reshape(len(request.kept), -1)[
                 :, :most
             ]
+        recorded["scores"] = request.scores
+        recorded["prompt_scores"] = request.prompt_scores
         how = steps, routes, values, raw
         return Completion(request.tokens, request.logprobs, request.finish, text, *how, **recorded)
 

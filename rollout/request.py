@@ -1,4 +1,4 @@
-"""Requests, and the queue in which they wait for a slot. Pure Python: no arrays, no device.
+"""Requests, and the queue in which they wait for a slot. Pure Python: no device.
 
 The words of the folder `engine` about a request, from the smallest to the largest:
 
@@ -26,7 +26,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollout.types import QueueOrder, SamplingParams
+import numpy as np
+
+from rollout.types import QueueOrder, SamplingParams, TokenScores
 
 if TYPE_CHECKING:
     from policy.cache.media import Media
@@ -77,6 +79,12 @@ class Request:
     - values: where they are recorded, the value of the state that each token was drawn from.
     - filtered_logprobs, kept, kept_counts: where filters are recorded and the request has one, as
       in rollout/engine/sampling.py:Drawn. `kept` has an array int32[I] for each token.
+    - raw_logprobs, top_ids, top_logprobs: under `params.top_logprobs`, as in TokenScores; arrays
+      int32[k] and float32[k] for each token. `scores` has them as arrays.
+
+    prompt_scores: under `params.prompt_logprobs`, of the tokens of the prompt. It is there before
+    the first token is; under GeneratorOptions.exact these and the raw log-probabilities are there
+    when the request ends.
 
     cached: how many tokens of prompt and completion have entries in the cache.
     verified_tokens: how many tokens of the completion the scoring programs have confirmed, under
@@ -101,6 +109,10 @@ class Request:
     filtered_logprobs: list[float] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
     kept_counts: list[int] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+    top_ids: list[Any] = field(default_factory=list)
+    top_logprobs: list[Any] = field(default_factory=list)
+    prompt_scores: TokenScores | None = None
     finish: str | None = None
     cached: int = 0
     verified_tokens: int = 0
@@ -135,6 +147,23 @@ class Request:
     def cacheable(self) -> tuple[int, ...]:
         """Returns the keys of the first `needed` tokens. Other requests can share their entries."""
         return self.shared_keys(self.needed)
+
+    @property
+    def scores(self) -> TokenScores | None:
+        """Returns the raw log-probabilities of the completion up to now; None: they are not asked
+        for."""
+        k = self.params.top_logprobs
+        if k is None:
+            return None
+        ids = np.asarray(self.top_ids, np.int32).reshape(len(self.raw_logprobs), -1)
+        logprobs = np.asarray(self.top_logprobs, np.float32).reshape(ids.shape)
+        return TokenScores(np.asarray(self.raw_logprobs, np.float32), ids[:, :k], logprobs[:, :k])
+
+    @scores.setter
+    def scores(self, scores: TokenScores) -> None:
+        self.raw_logprobs = scores.logprobs.tolist()
+        self.top_ids = list(scores.top_ids)
+        self.top_logprobs = list(scores.top_logprobs)
 
     def span(self, start: int, end: int) -> tuple[int, ...]:
         """Returns tokens start .. end - 1 of prompt and completion."""

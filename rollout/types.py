@@ -5,7 +5,7 @@ A generator returns a `Completion`, the tokens after a prompt. A stage takes a `
 tokens of one sample of a prompt, with what is known about each of them, who wrote it first of all.
 
 T tokens of a segment, n those of them that the policy wrote, R repeats of a stack, k experts of a
-token, I ids that filters left.
+token or likeliest tokens, I ids that filters left.
 """
 
 from __future__ import annotations
@@ -173,6 +173,10 @@ class GeneratorOptions:
             )
 
 
+MOST_TOP_LOGPROBS = 20
+"""The most likeliest tokens that are recorded at a token, as in the API of OpenAI."""
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one call: how many completions, how long, and how their tokens are drawn.
@@ -244,6 +248,21 @@ class SamplingParams:
         "them.",
     )
 
+    top_logprobs: int | None = option(
+        None,
+        ge=0,
+        le=MOST_TOP_LOGPROBS,
+        description="So many of the likeliest tokens are recorded at each token of a completion, "
+        "with raw log-probabilities: at temperature 1, before steps that change logits; 0: that "
+        "of the token alone; null: nothing.",
+    )
+    prompt_logprobs: int | None = option(
+        None,
+        ge=0,
+        le=MOST_TOP_LOGPROBS,
+        description="The same for the tokens of the prompt.",
+    )
+
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
             texts = getattr(self, name)
@@ -271,6 +290,11 @@ class SamplingParams:
             "repetition_penalty must be a finite number above 0": 0
             < self.repetition_penalty
             < math.inf,
+            f"top_logprobs must be None or 0 to {MOST_TOP_LOGPROBS}": self.top_logprobs is None
+            or 0 <= self.top_logprobs <= MOST_TOP_LOGPROBS,
+            f"prompt_logprobs must be None or 0 to {MOST_TOP_LOGPROBS}": self.prompt_logprobs
+            is None
+            or 0 <= self.prompt_logprobs <= MOST_TOP_LOGPROBS,
             "presence_penalty must lie in [-2, 2]": -2 <= self.presence_penalty <= 2,
             "frequency_penalty must lie in [-2, 2]": -2 <= self.frequency_penalty <= 2,
         }
@@ -333,10 +357,34 @@ def draws_from_part(settings: FilterSettings, *, has_stop_token: bool) -> bool:
     return settings.temperature > 0 and (filtered or forbids)
 
 
+OF_THE_RECORD = ("top_logprobs", "prompt_logprobs")
+"""The fields of SamplingParams that say what is recorded of tokens, and change none."""
 CHANGES_OF_RATIOS = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """The fields of SamplingParams that change ratios of probabilities of tokens."""
 LOGITS_PROCESSORS = ("min_tokens", "bad_words", *CHANGES_OF_RATIOS)
 """The fields of SamplingParams that change the logits of a token (rollout/logits_processors.py)."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenScores:
+    """Raw log-probabilities of n tokens: of log softmax(logits), without temperature, logits
+    processors and filters.
+
+    logprobs: float32[n]. top_ids: int32[n, k], the likeliest tokens in their places, likeliest
+    first, lowest id first among equals. top_logprobs: float32[n, k]. A token that is among the
+    likeliest has the same float in both lists. What nothing predicts, the first token of a prompt
+    and placeholders of pictures and sounds, has the log-probability nan and ids of -1.
+    """
+
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+    def part(self, start: int, end: int | None, k: int) -> TokenScores:
+        """Returns those of the tokens `start` up to `end`, with k likeliest tokens."""
+        return TokenScores(
+            self.logprobs[start:end], self.top_ids[start:end, :k], self.top_logprobs[start:end, :k]
+        )
 
 
 @dataclass(frozen=True)
@@ -374,6 +422,8 @@ class Completion:
     filtered_logprobs: list[float] | None = None
     kept: np.ndarray | None = None
     kept_counts: list[int] | None = None
+    scores: TokenScores | None = None
+    prompt_scores: TokenScores | None = None
 
 
 @dataclass(frozen=True)

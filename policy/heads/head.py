@@ -234,23 +234,29 @@ def top_and_rest(
     scaling: LogitScaling = LogitScaling(),
     tiling: Tiling = Tiling(),
     vocab: int | None = None,
+    targets_M: jax.Array | None = None,
 ) -> TopTokens:
     """Returns the k likeliest tokens as `top_logprobs`, and the rest.
 
     vocab: the distribution is over the first so many tokens; None: over all. The logarithm of the
     rest is summed over the other tokens, so it is exact where the likeliest have a probability near
-    1.
+    1. targets_M: int32, a token of each place; its log-probability is `TopTokens.target`, the same
+    float as among the likeliest if it is one of them.
     """
 
-    def local(hidden, weight, temperature):
-        def one(h):
+    def local(hidden, weight, temperature, *targets):
+        def one(arrays):
+            h, *its_targets = arrays
             logp = _log_softmax(logits(h, weight, scaling)[:, :vocab], temperature)
             top, ids = jax.lax.top_k(logp, k)
             others = logp.at[jnp.arange(h.shape[0])[:, None], ids].set(-jnp.inf)
-            return TopTokens(top, ids, jax.nn.logsumexp(others, axis=-1))
+            at = [jnp.take_along_axis(logp, each, axis=-1)[:, 0] for each in its_targets]
+            return TopTokens(top, ids, jax.nn.logsumexp(others, axis=-1), *at)
 
         M = hidden.shape[0]
-        top = jax.lax.map(one, *in_chunks(tiling.rows(M, weight.shape[0]), hidden))
+        columns = [each[:, None] for each in targets]
+        chunks = in_chunks(tiling.rows(M, weight.shape[0]), hidden, *columns)
+        top = jax.lax.map(one, chunks)
         return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:M], top)
 
     M = hidden_ME.shape[0]
@@ -258,9 +264,10 @@ def top_and_rest(
     given = jax.lax.stop_gradient((hidden_ME, weight_VE, jnp.asarray(temperature, jnp.float32)))
     if (tiles := tiling.of_vocabulary(M, weight_VE, scaling, any_cut=True)) is not None:
         return vocab_tiles.top_and_rest(
-            *given[:2], k, given[2], tiles, min(vocab or tiles.vocab, tiles.vocab)
+            *given[:2], k, given[2], tiles, min(vocab or tiles.vocab, tiles.vocab), targets_M
         )
-    return tiling.spread(local, M, True, False, False)(*given)
+    targets = () if targets_M is None else (targets_M,)
+    return tiling.spread(local, M, True, False, False, *[True for _ in targets])(*given, *targets)
 
 
 def in_chunks(rows: int, *arrays: jax.Array) -> list[jax.Array]:

@@ -193,12 +193,14 @@ class TopTokens(NamedTuple):
     """The k likeliest tokens in each of M places, likeliest first, lowest id first among equals.
 
     logp: float32[M, k], their log-probabilities. ids: int32[M, k]. rest: float32[M], the logarithm
-    of the probability of all other tokens; -inf if there are none.
+    of the probability of all other tokens; -inf if there are none. target: float32[M], the
+    log-probability of the token that was asked for; None: none was.
     """
 
     logp: jax.Array
     ids: jax.Array
     rest: jax.Array
+    target: jax.Array | None = None
 
 
 def top_and_rest(
@@ -208,6 +210,7 @@ def top_and_rest(
     temperature: jax.Array,
     tiles: Tiles,
     vocab: int,
+    targets_M: jax.Array | None = None,
 ) -> TopTokens:
     """Returns the results of policy/heads/head.py:top_and_rest over the first `vocab` tokens,
     without a gradient.
@@ -235,7 +238,7 @@ def top_and_rest(
         return -negative[:, :k], ids[:, :k]
 
     def one(j, carry):
-        top, likely_ids, rest = carry
+        top, likely_ids, rest, *at_target = carry
         tile = tiles.tile(cut, j, hidden_ME.dtype)
         ids = tile.ids
         z, _ = tiles.scaled(products(hidden_ME, tile.weights), ids, temperature, None)
@@ -260,14 +263,22 @@ def top_and_rest(
                     (others < last) | ((others == last) & (their_ids > last_id)), others, low
                 ),
             )
-        return new, new_ids, rest
+        at_target = [
+            each + tiles.at(z, column, tile)
+            for each, column in zip(at_target, columns, strict=True)
+        ]
+        return new, new_ids, rest, *at_target
 
+    columns = [] if targets_M is None else [targets_M[:, None]]
     start = (
         jnp.full((M, k), low),
         jnp.full((M, k), jnp.iinfo(jnp.int32).max),
         (jnp.full(M, low), jnp.zeros(M)),
+        *[jnp.zeros((M, 1)) for _ in columns],
     )
-    top, ids, (largest, total) = jax.lax.fori_loop(0, tiles.count, one, start)
+    end = jax.lax.fori_loop(0, tiles.count, one, start)
+    top, ids, (largest, total), *at_target = end
     rest = largest + jnp.log(jnp.where(largest > low, total, 0.0))
     normal = jnp.logaddexp(jax.nn.logsumexp(top, axis=1), rest)
-    return TopTokens(top - normal[:, None], ids, rest - normal)
+    targets = [each[:, 0] - normal for each in at_target]
+    return TopTokens(top - normal[:, None], ids, rest - normal, *targets)

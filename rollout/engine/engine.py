@@ -52,8 +52,10 @@ StopString = Callable[[list[int], int, SamplingParams], "int | None"]
 BadWords = Callable[[tuple[str, ...]], tuple[tuple[int, ...], ...]]
 
 
-# Fields of a DecodeOutput that only requests with a filter have.
+# Fields of a DecodeOutput that only requests with a filter have, and those that only requests with
+# top_logprobs have.
 _OF_FILTERS = ("filtered_logprobs", "kept", "kept_counts")
+_OF_TOPS = ("raw_logprobs", "top_ids", "top_logprobs")
 
 
 class _InFlightDecode(NamedTuple):
@@ -368,10 +370,11 @@ class Engine:
             getattr(request, name) for name in output._fields
         ]  # a request has a list for each field
         skipped = () if params.has_filter else _OF_FILTERS
+        skipped += () if params.top_logprobs is not None else _OF_TOPS
         for name, values, new in zip(output._fields, lists, output, strict=True):
             if new is not None and name not in skipped:
-                # A row of `kept` stays an array, a copy: the output of all requests is not kept for
-                # it.
+                # A row of `kept` or `top_ids` stays an array, a copy: the output of all requests is
+                # not kept for it.
                 values += new[:count].tolist() if new.ndim == 1 else list(new[:count].copy())
         request.cached = request.needed  # the last token that was sampled has not been fed
         end = (

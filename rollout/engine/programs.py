@@ -12,7 +12,7 @@ are the axes: tokens_PC is [P, C].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -111,8 +111,9 @@ class DecodeOutput(NamedTuple):
     tokens: the tokens of a row come first, then -1. starts_step: true for the first token of a
     decoding step; false for the further tokens that the step gains from accepted drafts, and where
     there is no token. values: where they are recorded, the critic's value of the hidden state that
-    each token was drawn from. filtered_logprobs, kept, kept_counts: where filters are recorded, as
-    in rollout/engine/sampling.py:Drawn; kept is [N, s, I].
+    each token was drawn from. filtered_logprobs, kept, kept_counts, raw_logprobs, top_ids,
+    top_logprobs: where they are recorded, as in rollout/engine/sampling.py:Drawn; kept is
+    [N, s, I], top_ids and top_logprobs are [N, s, k].
     """
 
     tokens: Any
@@ -122,6 +123,9 @@ class DecodeOutput(NamedTuple):
     filtered_logprobs: Any = None
     kept: Any = None
     kept_counts: Any = None
+    raw_logprobs: Any = None
+    top_ids: Any = None
+    top_logprobs: Any = None
 
     def row(self, row: int) -> DecodeOutput:
         return DecodeOutput(*(None if array is None else array[:, row] for array in self))
@@ -141,7 +145,9 @@ class DecodeState:
     are positions. recent: int32[s, DecoderPrograms.recent], the last tokens of each row up to the
     one to feed, if the programs need them.
     rows, pages: over a paged cache int32[s], the slots (past the end: padding), and int32[s, M],
-    their pages. processors: the logits processors of the rows; None: no row has any.
+    their pages. processors: the logits processors of the rows; None: no row has any. tops: how
+    many of the likeliest tokens are recorded with raw log-probabilities, a constant of the program;
+    None: none, nor raw log-probabilities.
     """
 
     token: Any
@@ -157,6 +163,7 @@ class DecodeState:
     rows: Any = None
     pages: Any = None
     processors: LogitsProcessors | None = None
+    tops: int | None = field(default=None, metadata={"static": True})
 
     @classmethod
     def of(
@@ -417,6 +424,15 @@ class DecoderPrograms:
         results = jax.lax.with_sharding_constraint(results, self.graph.layout.replicated)
         return Decoded(self.constrained(cache), *results)
 
+    def _without_tops(self, drawn: Drawn, tops: int, shape: tuple[int, ...] = ()) -> Drawn:
+        """Returns it with empty raw log-probabilities and likeliest tokens of so many places."""
+        k = min(tops, self.graph.config.vocab_size)
+        return drawn._replace(
+            raw_logprobs=np.zeros(shape, np.float32),
+            top_ids=np.full((*shape, k), -1, np.int32),
+            top_logprobs=np.zeros((*shape, k), np.float32),
+        )
+
     def _decode_rows(self, params, cache, state: DecodeState, limits) -> Decoded:
         """Decodes on a cache of s rows."""
         s = state.token.shape[0]
@@ -432,6 +448,8 @@ class DecoderPrograms:
             no_token = no_token._replace(
                 filtered_logprobs=np.float32(0), kept=no_kept, kept_counts=np.int32(0)
             )
+        if state.tops is not None:
+            no_token = self._without_tops(no_token, state.tops)
         no_output = no_token, no_value
 
         def go_on(loop: _Loop):
@@ -446,7 +464,8 @@ class DecoderPrograms:
             logits = modes.logits(decoder, states, runtime)
             draw_ids = state.prompt_id, state.sample, cached + 1
             processed = state.processed(logits, cached + 1, seen)
-            drawn = choose(logits, draw_ids, state.draws, runtime.layout, processed, self.max_kept)
+            how = runtime.layout, processed, self.max_kept, state.tops
+            drawn = choose(logits, draw_ids, state.draws, *how)
             results = drawn, None if head is None else states.astype(jnp.float32) @ head
 
             def written(each, row, none):

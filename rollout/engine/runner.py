@@ -50,36 +50,49 @@ from rollout.engine.scheduler import PREFILL_ROWS, SchedulerLimits, prefill_leng
 from rollout.engine.speculative import SpeculativePrograms
 from rollout.logits_processors import LogitsProcessors, ProcessorSizes
 from rollout.request import Request
-from rollout.types import GeneratorOptions
+from rollout.types import MOST_TOP_LOGPROBS, GeneratorOptions
 
 _LOG = logging.getLogger("duet.generator")
 # A program that a call needs waits for the programs that these threads have begun, so they are few.
 BACKGROUND_THREADS = 4
 # Follows the shape of a decode whose rotary positions differ from positions (DecodeState.deltas).
 DELTAS = 1
+# Follows the number of likeliest tokens in the shape of a decode that records them
+# (DecodeState.tops).
+TOPS = 2
+# The numbers of likeliest tokens that decodes record: few, so that few programs are compiled.
+TOP_SIZES = (0, 1, 5, MOST_TOP_LOGPROBS)
 
 
 class Widths(NamedTuple):
     """The widths of the arrays of a decode, besides its number of rows.
 
     stops: columns of DecodeState.stops. processors: sizes of the logits processors; None: no row
-    has any.
+    has any. tops: DecodeState.tops.
     """
 
     stops: int = 4
     processors: ProcessorSizes | None = None
+    tops: int | None = None
 
     @classmethod
     def of(cls, requests: Collection[Request]) -> Widths:
         """Returns the widths for these requests."""
         stops = max(len(request.params.stop_token_ids) for request in requests)
         few = 1 << (stops - 1).bit_length() if stops else 0  # few widths, few programs
-        return cls(max(cls().stops, few), ProcessorSizes.of(requests))
+        asked = [
+            request.params.top_logprobs
+            for request in requests
+            if request.params.top_logprobs is not None
+        ]
+        tops = min(size for size in TOP_SIZES if size >= max(asked)) if asked else None
+        return cls(max(cls().stops, few), ProcessorSizes.of(requests), tops)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Returns the numbers that the shape of a decode has after its rows."""
-        return (self.stops, *(self.processors or ()))
+        tops = () if self.tops is None else (self.tops, TOPS)
+        return (self.stops, *(self.processors or ()), *tops)
 
 
 class LateCompilation(RuntimeError):
@@ -307,15 +320,23 @@ class ModelRunner:
         """
         head = {modes.VALUE_HEAD: self.value_head} if self.options.record_values else {}
         sizes = () if state.processors is None else state.processors.sizes
-        shape = (*state.stops.shape, *sizes, *(() if state.deltas is None else (DELTAS,)))
+        tops = () if state.tops is None else (state.tops, TOPS)
+        deltas = () if state.deltas is None else (DELTAS,)
+        shape = (*state.stops.shape, *sizes, *tops, *deltas)
         weights = self.decoding_weights.prepare(params) if self.decoding_weights else params
         return self._run(
             "decode", shape, weights | head, cache, state, np.asarray(limits, np.int32)
         )
 
+    def widths(self, requests: Collection[Request]) -> Widths:
+        """Returns the widths of a decode of these requests. Under `exact` it records no likeliest
+        tokens: the completion is scored when it is verified."""
+        widths = Widths.of(requests)
+        return widths._replace(tops=None) if self.options.exact else widths
+
     def decode_state(self, requests: Sequence[Request | None], size: int, seed: int) -> DecodeState:
         """Returns the state of `size` rows, row i for request i."""
-        widths = Widths.of([request for request in requests if request is not None])
+        widths = self.widths([request for request in requests if request is not None])
         state = self.host_state(requests, size, widths, seed)
         layout = self.graph.layout
         return (
@@ -329,6 +350,7 @@ class ModelRunner:
     ) -> DecodeState:
         """Returns the state of `size` rows on the host, in arrays of these widths."""
         state = DecodeState.of(requests, size, widths.stops, seed, self.functions.recent)
+        state = replace(state, tops=widths.tops)
         if widths.processors is None:
             return state
         length = self.max_length + self.functions.drafts
@@ -354,7 +376,7 @@ class ModelRunner:
     def expect_decode(self, params: Params, rows: int, requests: Collection[Request]) -> None:
         """Starts to compile the decode of so many rows for these requests, while the program before
         it is compiled and runs."""
-        widths = Widths.of(requests)
+        widths = self.widths(requests)
         decode = self.executables["decode"]
         shape = (rows, *widths.shape)
         if not self.compiled_ahead and shape not in decode.shapes:

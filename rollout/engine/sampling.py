@@ -1,7 +1,7 @@
 """Sampling of the next token.
 
 S slots, V vocabulary, N blocks of L tokens of it, I ids of a token that are recorded, where filters
-leave that many.
+leave that many, k likeliest tokens.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def _draw_in_blocks(weights_SV: jax.Array, uniforms_S: jax.Array) -> jax.Array:
 
 
 class Drawn(NamedTuple):
-    """Drawn tokens. The last three fields are None where no filters are recorded.
+    """Drawn tokens. `filtered_logprobs`, `kept` and `kept_counts` are None where no filters are
+    recorded, the three fields after them where no row asks for them.
 
     tokens: int[S]. logprobs: float32[S], before any filter. filtered_logprobs: float32[S], of the
     distribution that the filters leave. kept: int32[S, I], the ids that they leave, in ascending
@@ -143,6 +144,10 @@ class Drawn(NamedTuple):
     I are in `kept`. With logits processors, a row with more than I ids of which at most I are left
     out has those in `kept`, id i as -2 - i. A row without a filter and without a forbidden token
     has 0 ids, and the same log-probability twice.
+    raw_logprobs: float32[S], at temperature 1, before logits processors and filters. top_ids:
+    int32[S, k], the likeliest tokens then, likeliest first, lowest id first among equals.
+    top_logprobs: float32[S, k], theirs; the drawn token has the same float here and in
+    raw_logprobs.
     """
 
     tokens: Any
@@ -150,6 +155,9 @@ class Drawn(NamedTuple):
     filtered_logprobs: Any = None
     kept: Any = None
     kept_counts: Any = None
+    raw_logprobs: Any = None
+    top_ids: Any = None
+    top_logprobs: Any = None
 
 
 class FilterRecord(NamedTuple):
@@ -226,6 +234,7 @@ def choose(
     layout: Layout | None = None,
     processed_SV: jax.Array | None = None,
     max_kept: int = 0,
+    tops: int | None = None,
 ) -> Drawn:
     """Draws a token from each row of logits. draw_ids: int[S] each, the prompt id, sample index and
     position of the token; its draw is a function of the seed and these.
@@ -235,8 +244,10 @@ def choose(
     (rollout/logits_processors.py), -inf for tokens that may not be drawn; None: `logits_SV`. The
     log-probabilities before filters are those of `logits_SV` in either case. A row whose tokens are
     all forbidden is drawn from `logits_SV`, as if it had no processors.
-    max_kept: the most ids of a row that `Drawn.kept` holds; 0: no filters are recorded.
+    max_kept: the most ids of a row that `Drawn.kept` holds; 0: no filters are recorded. tops: k of
+    `Drawn.top_ids`; None: no raw log-probabilities are computed.
     """
+    own_logits_SV = logits_SV
     is_sampled = draws.temperature > 0
     temperature_S1 = jnp.where(is_sampled, draws.temperature, 1.0)[:, None]
     if processed_SV is not None:
@@ -277,15 +288,30 @@ def choose(
         return (best, _unrecorded(len(best), max_kept)) if max_kept else (best, None)
 
     new, recorded = jax.lax.cond(jnp.any(is_sampled), drawn, greedy)
-    logprobs = exponentials.logprobs(logits_SV, new)
-    if recorded is None:
-        return Drawn(new, logprobs)
-    return Drawn(
-        new,
-        logprobs,
-        jnp.where(_is_cut(draws, forbids_S), recorded.filtered_logprobs, logprobs),
-        recorded.kept,
-        recorded.kept_counts,
+    result = Drawn(new, exponentials.logprobs(logits_SV, new))
+    if recorded is not None:
+        filtered = recorded.filtered_logprobs
+        result = result._replace(
+            filtered_logprobs=jnp.where(_is_cut(draws, forbids_S), filtered, result.logprobs),
+            kept=recorded.kept,
+            kept_counts=recorded.kept_counts,
+        )
+    if tops is not None:
+        result = _with_raw_logprobs(result, row_major(own_logits_SV, layout), tops)
+    return result
+
+
+def _with_raw_logprobs(drawn: Drawn, logits_SV: jax.Array, k: int) -> Drawn:
+    """Returns it with the log-probabilities of softmax(logits): of the drawn tokens and of the k
+    likeliest, from one expression, so that equal tokens have equal floats."""
+    exponentials = Exponentials.of(logits_SV)
+    k = min(k, logits_SV.shape[-1])
+    own_S1 = jnp.take_along_axis(logits_SV, drawn.tokens[:, None], axis=-1)
+    largest_Sk, ids_Sk = jax.lax.top_k(logits_SV, k)
+    named = jnp.concatenate([own_S1, largest_Sk], axis=-1)
+    logp = named - exponentials.top - jnp.log(exponentials.total)[:, None]
+    return drawn._replace(
+        raw_logprobs=logp[:, 0], top_ids=ids_Sk.astype(jnp.int32), top_logprobs=logp[:, 1:]
     )
 
 

@@ -167,7 +167,7 @@ class SpeculativePrograms(DecoderPrograms):
                 left=jnp.asarray(state.left),
                 active=state.active != 0,
                 count=jnp.zeros(S, jnp.int32),
-                drawn=self._no_tokens(S, N),
+                drawn=self._no_tokens(S, N, state.tops),
                 starts_step=jnp.zeros((S, N), bool),
                 seen=state.seen(self.graph.config.vocab_size),
             )
@@ -186,9 +186,11 @@ class SpeculativePrograms(DecoderPrograms):
         output = DecodeOutput(tokens, logprobs, loop.starts_step.T, None, *recorded)
         return Decoded(loop.cache, after, output)
 
-    def _no_tokens(self, S: int, N: int) -> Drawn:
+    def _no_tokens(self, S: int, N: int, tops: int | None) -> Drawn:
         """Returns the output of a decode before its first token, [S, N]."""
         drawn = Drawn(jnp.full((S, N), -1, jnp.int32), jnp.zeros((S, N), jnp.float32))
+        if tops is not None:
+            drawn = jax.tree.map(jnp.asarray, self._without_tops(drawn, tops, (S, N)))
         zeros = jnp.zeros((S, N))
         if not self.max_kept:
             return drawn
@@ -259,9 +261,8 @@ class SpeculativePrograms(DecoderPrograms):
             processed = processors.process(
                 logits, each[-1], loop.seen.with_each_draft(loop.cached + 1, drafted)
             )
-        flat = choose(
-            logits, each, state.draws.repeat(Q), self.graph.layout, processed, self.max_kept
-        )
+        how = self.graph.layout, processed, self.max_kept, state.tops
+        flat = choose(logits, each, state.draws.repeat(Q), *how)
         drawn = jax.tree.map(lambda a: a.reshape(S, Q, *a.shape[1:]), flat)
         new = drawn.tokens
 

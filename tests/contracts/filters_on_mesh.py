@@ -2,7 +2,8 @@
 devices, compared with one device: run by test_filters_on_a_mesh.py.
 
 Prints a JSON object: for each mesh the largest difference of log-probabilities and entropies, of
-what weights moved by over the norm of the leaf, and whether completions and their ids are the same.
+what weights moved by over the norm of the leaf, of scores of completions and prompts, and whether
+completions and their ids are the same.
 """
 
 import json
@@ -29,7 +30,15 @@ MESHES = {
     "explicit": ({"fsdp": 4, "tensor": 2}, True),
     "context": ({"fsdp": 4, "context": 2}, False),
 }
-PARAMS = SamplingParams(n=2, max_new_tokens=6, temperature=1.3, top_k=9, top_p=0.8)
+PARAMS = SamplingParams(
+    n=2,
+    max_new_tokens=6,
+    temperature=1.3,
+    top_k=9,
+    top_p=0.8,
+    top_logprobs=3,
+    prompt_logprobs=3,
+)
 
 
 def batch():
@@ -46,8 +55,16 @@ def batch():
     return data.replace(kept=ids)
 
 
+def scores_of(completions) -> np.ndarray:
+    """All numbers of the scores, one after the other."""
+    every = [s for each in completions for s in (each.scores, each.prompt_scores)]
+    arrays = [a for s in every for a in (s.logprobs, s.top_logprobs, s.top_ids)]
+    return np.concatenate([np.asarray(a, np.float64).reshape(-1) for a in arrays])
+
+
 def computed(mesh, sharing) -> tuple:
-    """(log-probabilities and entropies, what each weight moved by, completions with their ids)."""
+    """(log-probabilities and entropies, what each weight moved by, completions with their ids,
+    their scores)."""
     runtime = Runtime(remat="full", num_vocab_tiling=3)
     model = random_model(families.read(CONFIGURATION), runtime=runtime, mesh=mesh)
     options = GeneratorOptions(record_kept=7, tokens_per_dispatch=4)
@@ -64,20 +81,22 @@ def computed(mesh, sharing) -> tuple:
     state, _ = trainer.update(state, batch())
     after = learners.host(state.policy.params)
     drawn = [(each.tokens, each.kept.tolist(), each.kept_counts) for each in completions]
-    return numbers, {path: after[path] - before[path] for path in after}, drawn
+    moved = {path: after[path] - before[path] for path in after}
+    return numbers, moved, drawn, scores_of(completions)
 
 
 def compare() -> dict:
     expected, result = computed(layout({"fsdp": 1}, devices=jax.devices()[:1]), None), {}
     for name, (degrees, explicit) in MESHES.items():
         devices = jax.devices()[: int(np.prod(list(degrees.values())))]
-        numbers, moved, drawn = computed(
+        numbers, moved, drawn, scores = computed(
             layout(degrees, devices=devices, explicit=explicit), Sharing(length_factor=2)
         )
         result[name] = {
             "logp": float(np.abs(numbers - expected[0]).max()),
             "weights": max(shared_prefixes.differences(expected[1], moved).values()),
             "drawn": drawn == expected[2],
+            "scores": float(np.nanmax(np.abs(scores - expected[3]))),
         }
     return result
 

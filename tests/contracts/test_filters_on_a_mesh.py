@@ -17,3 +17,4 @@ def test_filters_on_every_mesh():
             mesh,
             numbers,
         )
+        assert numbers["scores"] < 1e-5, (mesh, numbers)

@@ -241,6 +241,20 @@ def test_likeliest_tokens(tiles):
     np.testing.assert_allclose(logp, -np.sort(-everything, axis=1)[:, :3], atol=2e-6)
 
 
+@pytest.mark.parametrize("tiles", [None, 4])
+def test_a_token_that_is_asked_for_has_the_float_of_the_likeliest(tiles):
+    hidden, weight, *_ = inputs()
+    how = 0.7, LogitScaling(0.8, 1.5), head.Tiling(tiles)
+    _, ids = head.top_logprobs(hidden, weight, 3, *how)
+    for targets in (ids[:, 0], ids[:, 2], jnp.arange(M) % V):
+        top = head.top_and_rest(hidden, weight, 3, *how, targets_M=targets)
+        expected, _ = head.logprobs(hidden, weight, targets, *how)
+        np.testing.assert_allclose(top.target, expected, atol=2e-6)
+        named = np.asarray(top.ids) == np.asarray(targets)[:, None]
+        floats = np.where(named, top.logp, np.asarray(top.target)[:, None])
+        np.testing.assert_array_equal(floats, np.asarray(top.target)[:, None].repeat(3, 1))
+
+
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_model_caps_its_logits_and_takes_its_tiles(tied):
     """Against plain differentiation through all logits of the full model: the tied table gets both
