@@ -45,7 +45,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from letters import letters
-from models import MODELS, pair
+from models import MODELS, add_adapter, pair, peft_adapter
 from side_by_side import Row, Turns, arguments, parse, process, table, trl_settings
 
 PROMPTS = 8
@@ -60,7 +60,8 @@ class Work:
     """What each step computes, for every program.
 
     directory: of the weights. is_real: whether it has a tokenizer, which then says where
-    completions end. remat: of Duet's update.
+    completions end. remat: of Duet's update. rank: of an adapter that is trained in place of the
+    weights, by Duet and TRL.
     """
 
     directory: str
@@ -69,6 +70,7 @@ class Work:
     new_tokens: int = 64
     is_real: bool = False
     remat: str = "none"
+    rank: int | None = None
 
     def tokenizer(self):
         """Returns the tokenizer of the directory, or one whose tokens are bytes."""
@@ -177,12 +179,14 @@ class Duet:
 
         runtime = Runtime(remat=work.remat, scan=work.is_real)
         self.model = policy.load(work.directory, runtime=runtime)
+        if work.rank is not None:
+            add_adapter(self.model, work.rank)
         self.work = work
         tokenizer = work.tokenizer()
         self.algorithm = rl.algorithms.get("grpo")
         self.trainer = Trainer(self.model.graph, grpo_stage(work), self.algorithm)
         self.state = self.trainer.start(self.model.params, seed=0)
-        self.model.params = self.state.policy.params
+        self.model.params = self.trainer.policy_params(self.state)
         self.drawn = 0
         self.problems = [
             Problem(Example(text), chat.render_prompt(tokenizer, text)) for text in TEXTS
@@ -224,7 +228,7 @@ class Duet:
         )
         before = time.perf_counter()
         self.state, metrics = self.trainer.update(self.state, batch)
-        self.model.params = self.state.policy.params
+        self.model.params = self.trainer.policy_params(self.state)
         jax.block_until_ready((self.state, metrics))
         ended = time.perf_counter()
         graph = self.model.graph
@@ -363,6 +367,7 @@ def trl_steps(work: Work, told: Turns) -> None:
             train_dataset=Dataset.from_list([{"prompt": text} for text in TEXTS] * work.turns),
             processing_class=tokenizer,
             callbacks=[Steps()],
+            peft_config=peft_adapter(work.rank),
         )
         trainer.train()
 

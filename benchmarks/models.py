@@ -1,11 +1,17 @@
 """The two models of the benchmarks: Qwen3-shaped, dense, random weights, as Duet and as
-transformers hold them."""
+transformers hold them; and the same adapter over a model, as Duet and as peft make it."""
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from policy.model import Model
 
 _COMMON = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -64,3 +70,23 @@ def pair(name: str, *, remat: str = "none", scan: bool = False) -> Iterator[tupl
         policy.save(ours, directory)
         theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         yield ours, theirs
+
+
+def add_adapter(model: Model, rank: int) -> None:
+    """Gives a model of Duet a new adapter of all linear layers, as a run with `model.adapter`."""
+    from policy.adapter_spec import AdapterSpec
+    from policy.adapters.learning import Adapters
+    from policy.huggingface.peft.targets import resolved
+
+    spec = resolved(model.graph, AdapterSpec(rank=rank))
+    model.graph = model.graph.with_runtime(adapter=spec)
+    model.params = {**model.params, **Adapters(model.graph).init(model.params, seed=0)}
+
+
+def peft_adapter(rank: int | None) -> LoraConfig | None:
+    """Returns the same adapter in the words of peft. None: no adapter."""
+    from peft import LoraConfig
+
+    if rank is None:
+        return None
+    return LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")

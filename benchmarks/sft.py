@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from models import add_adapter, peft_adapter
 from side_by_side import TRL_QUIETLY, Row, Turns, arguments, in_turns, parse, process, table
 
 RATE = 1e-5
@@ -33,13 +34,18 @@ NAMES = {"trl": "TRL", "plain": "plain loop"}
 
 @dataclass(frozen=True)
 class Work:
-    """What each step computes, for every program. remat: of Duet. rows: of a step."""
+    """What each step computes, for every program.
+
+    remat: of Duet. rows: of a step. rank: of an adapter that is trained in place of the weights, by
+    Duet and TRL.
+    """
 
     directory: str
     turns: int
     rows: int
     longest: int
     remat: str
+    rank: int | None = None
 
     def steps(self, vocabulary: int) -> list[list[list[int]]]:
         """Returns the rows of each turn as token ids. Each step has the same number of tokens."""
@@ -99,15 +105,17 @@ def duet_steps(work: Work, told: Turns) -> None:
     from rl.training.trainer import Trainer
 
     model = policy.load(work.directory, runtime=Runtime(remat=work.remat))
+    if work.rank is not None:
+        add_adapter(model, work.rank)
     stage = {"algorithm": "sft", "steps": 1000, "optimizer": {"learning_rate": RATE}}
     trainer = Trainer(model.graph, StageOptions.model_validate(stage), rl.algorithms.get("sft"))
     state = trainer.start(model.params, seed=0)
-    model.params = state.policy.params
+    model.params = trainer.policy_params(state)
     for rows in work.steps(model.config.vocab_size):
         told.wait()
         batch = padded_batch([(row, [0] + [1] * (len(row) - 1)) for row in rows], work.longest)
         state, metrics = trainer.update(state, batch)
-        model.params = state.policy.params
+        model.params = trainer.policy_params(state)
         jax.block_until_ready(state)
         tokens = sum(map(len, rows))
         told.done({"packed": metrics["perf/packed_share"], "tokens": tokens})
@@ -170,6 +178,7 @@ def trl_steps(work: Work, told: Turns) -> None:
             train_dataset=Dataset.from_list([{"input_ids": row} for row in rows]),
             processing_class=AutoTokenizer.from_pretrained(work.directory),
             callbacks=[Steps()],
+            peft_config=peft_adapter(work.rank),
         )
         trainer.train()
 

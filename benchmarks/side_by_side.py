@@ -101,14 +101,17 @@ class Turns:
 
     def wait(self) -> None:
         self._pipe.recv()
+        self._processor = time.process_time()
         self._began = time.perf_counter()
 
     def done(self, more: dict) -> None:
-        """Reports the end of a step. more: more numbers, and `step` if it took less time than since
+        """Reports the end of a step: its seconds, those of processors in this process, and the peak
+        memory of the process so far. more: more numbers, and `step` if it took less time than since
         `wait`."""
         seconds = time.perf_counter() - self._began
+        processor = time.process_time() - self._processor
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self._pipe.send({"step": seconds, "memory": memory} | more)
+        self._pipe.send({"step": seconds, "processor": processor, "memory": memory} | more)
 
 
 def table(rows: Sequence[Row], unit: str, *, rate: bool) -> str:

@@ -5,6 +5,7 @@ import importlib
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -278,3 +279,48 @@ def test_lora_compares_the_last_evaluations_of_runs(script, tmp_path, capsys):
     expected = f"| 0.800 | 0.600 | 0.700 +- {half:.3f} | 30 |"
     assert rows[2] == f"| weights, rate 0.001 {expected}"
     assert rows[3] == f"| adapter of rank 32, rate 0.002 {expected}"
+
+
+def test_ways_to_learn_are_compared_after_equal_tokens_and_equal_processor_seconds(script):
+    """The first step, starts and evaluations count for no seconds; a teacher's texts count as drawn
+    and as its seconds."""
+    teachers = script("teachers")
+    clock = teachers.Clock((0.0, 100.0), (0.0, 200.0))  # two busy processors
+    rows = [{"step": 0, "time": 10.0, "metrics": {"eval/greedy_accuracy": 0.1, "time/eval": 2.0}}]
+    for step in (1, 2, 3):
+        metrics = {"perf/step_tokens": 50.0, "batch/trained_share": 0.5}
+        rows.append({"step": step, "time": 10.0 + 4 * step, "metrics": metrics})
+    rows[-1]["metrics"] |= {"eval/greedy_accuracy": 0.5, "time/eval": 1.0}
+    of_texts = list(teachers.evaluations(rows, clock, 3.0))
+    assert of_texts == [teachers.Mark(0.0, 0.0, 0.1), teachers.Mark(150.0, 8 + 6 + 2 * 3, 0.5)]
+    for row in rows[1:]:
+        row["metrics"]["completion/mean_length"] = 0.25
+    drawn = 0.25 * teachers.PROMPTS * teachers.SAMPLES
+    of_policy = list(teachers.evaluations(rows, clock, 0.0))
+    assert of_policy[-1] == teachers.Mark(3 * (25 + drawn), 14.0, 0.5)
+    curves = {"sft": [of_texts], "grpo": [of_policy]}
+    lines = teachers.table(curves, "seconds", lambda mark: mark.seconds).splitlines()
+    assert lines[0] == "| seconds | 0 | 4 | 7 | 10 | 14 |"
+    assert lines[2] == "| sft | 0.100 | 0.170 | 0.240 | 0.310 | 0.380 |"
+    assert lines[3] == "| grpo | 0.100 | 0.200 | 0.300 | 0.400 | 0.500 |"
+
+
+def test_seconds_of_processors_are_those_of_a_process_and_its_children(script, tmp_path):
+    psutil = pytest.importorskip("psutil")
+    teachers = script("teachers")
+    before = teachers.processor_seconds(psutil.Process())
+    ended = time.process_time() + 0.2
+    while time.process_time() < ended:
+        pass
+    assert teachers.processor_seconds(psutil.Process()) - before >= 0.15
+
+
+def test_costs_are_compared_with_the_first_program(script):
+    pytest.importorskip("peft")
+    costs = script("adapter_costs")
+    steps = [{"step": s, "processor": 2 * s, "memory": 2**20 * m} for s, m in ((1, 90), (3, 100))]
+    first = costs.cost("Duet, weights", steps)
+    assert first == costs.Cost("Duet, weights", 100 * 2**20, 2.0, 4.0)
+    half = costs.Cost("Duet, adapter", 50 * 2**20, 1.0, 3.0)
+    row = costs.table("sft, 1m", [first, half]).splitlines()[-1]
+    assert row == "| Duet, adapter | 50 | 0.50 | 1.00 | 0.50 | 3.00 | 0.75 |"
