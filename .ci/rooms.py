@@ -74,6 +74,7 @@ ORDER = {
             "errors",
             "listener",
             "remote",
+            "statistics",
             "cluster",
             "algorithms",
             "tasks",
@@ -85,7 +86,7 @@ ORDER = {
             "training",
             "stages",
         ),
-        *("run", "plan", "views", "serve", "commands"),
+        *("run", "plan", "evaluation", "views", "serve", "commands"),
     ],
 }
 _START, _END = "<!-- rooms: {} -->", "<!-- end of rooms: {} -->"

@@ -49,7 +49,22 @@ def _compile(pattern: str) -> None:
         raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from None
 
 
-@reward(check=_check)
+def _answer(
+    completion: str,
+    pattern: str | None = None,
+    strip: str | None = None,
+    ignore_case: bool = False,
+) -> str | None:
+    given = answer_span(completion, pattern)
+    return None if given is None else _normal(given, strip, ignore_case)
+
+
+def _normal(text: object, strip: str | None, ignore_case: bool) -> str:
+    text = str(text).strip(strip)
+    return text.casefold() if ignore_case else text
+
+
+@reward(check=_check, answer=_answer)
 def exact_answer(
     prompts: list,
     completions: list,
@@ -71,8 +86,7 @@ def exact_answer(
     """
 
     def normal(text: object) -> str:
-        text = str(text).strip(strip)
-        return text.casefold() if ignore_case else text
+        return _normal(text, strip, ignore_case)
 
     scores = []
     for completion, right in zip(completions, answer, strict=True):

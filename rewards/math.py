@@ -83,7 +83,17 @@ def _prepare() -> None:
         math_verify.parse("$1$", parsing_timeout=None)  # imports sympy and builds the parser
 
 
-@reward(check=_check, prepare=_prepare)
+def _answer(completion: str, **_) -> str | None:
+    """Returns the normal form of what a text answers: of a number its value."""
+    marked = _marked(completion)
+    if marked == completion:
+        number = numbers.last(completion)
+        return None if number is None else numbers.name(number)
+    form = forms.read(marked)
+    return numbers.name(form.number) if form.number else form.text or None
+
+
+@reward(check=_check, prepare=_prepare, answer=_answer)
 def math(
     prompts: list, completions: list, answer: list, verifier: str = "auto"
 ) -> list[float | None]:

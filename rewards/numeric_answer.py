@@ -41,7 +41,12 @@ def _check(tolerance: float = 1e-6, relative_tolerance: float = 0.0, **_) -> Non
         raise ValueError("tolerance and relative_tolerance cannot be negative")
 
 
-@reward(check=_check)
+def _answer(completion: str, **_) -> str | None:
+    number = numbers.last(completion)
+    return None if number is None else numbers.name(number)
+
+
+@reward(check=_check, answer=_answer)
 def numeric_answer(
     prompts: list,
     completions: list,

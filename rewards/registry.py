@@ -3,7 +3,7 @@ starts.
 
 Forms of a specification (`spec`):
 
-- `exact_answer`: a name registered with `@reward`, a built-in (a file of this folder), or an
+- `exact_answer`: a name registered with `@reward`, a built-in (a file of this folder or of benchmarks/), or an
   installed entry point of the group `duet.rewards`, looked up in this order;
 - `package.module:function`: imported, with the current folder appended to `sys.path`;
 - `path/to/file.py:function`: loaded from that file, relative to the current folder. It can import
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 RewardFunction = Callable[..., "Sequence[float | None]"]
 T = TypeVar("T")
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+AnswerOf = Callable[[str], "str | None"]
+"""(text of a completion) -> what it answers, equal for equal answers; None: nothing."""
 
 ENTRY_POINTS = "duet.rewards"
 TEXTS = ("prompts", "completions")
@@ -66,11 +68,13 @@ class Hooks:
 
     check: called with the options before the run; raises ValueError.
     prepare: called once in each worker process before the first call, outside the deadline of a
-    call.
+    call. answer: called with the text of a completion and the options; returns what it answers, for
+    maj@k.
     """
 
     check: Callable[..., None] | None = None
     prepare: Callable[[], None] | None = None
+    answer: Callable[..., str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ def reward(
     *,
     check: Callable[..., None] | None = None,
     prepare: Callable[[], None] | None = None,
+    answer: Callable[..., str | None] | None = None,
 ) -> Callable[[AnyFunction], AnyFunction]: ...
 
 
@@ -122,16 +127,20 @@ def reward(
     *,
     check: Callable[..., None] | None = None,
     prepare: Callable[[], None] | None = None,
+    answer: Callable[..., str | None] | None = None,
 ) -> Callable[..., Any]:
     """Registers a reward function under a name, by default its own: `@reward`, `@reward("name")`.
 
     `check(**options)` is called before a run with the options of the configuration and may raise
     ValueError. `prepare()` is called once in each worker; put slow imports and model loading there.
-    Raises RewardError if the name belongs to another function.
+    `answer(completion, **options)` returns what a text answers, equal for equal answers, or None:
+    maj@k counts these votes. Raises RewardError if the name belongs to another function.
     """
     if callable(name):
         return _register(name, name.__name__, Hooks())
-    return lambda function: _register(function, name or function.__name__, Hooks(check, prepare))
+    return lambda function: _register(
+        function, name or function.__name__, Hooks(check, prepare, answer)
+    )
 
 
 def _register(function: AnyFunction, name: str, hooks: Hooks) -> AnyFunction:
@@ -272,6 +281,27 @@ def prepare(function: RewardFunction) -> None:
         hook()
 
 
+def answer_of(spec: str, options: dict[str, Any]) -> AnswerOf | None:
+    """Returns what tells the answers of completions, as the reward with these options registered it
+    with `@reward(answer=...)`; None: the reward tells none. Raises RewardError for an unknown
+    reward. The result raises RewardError where the reward's function fails."""
+    function = locate(spec).function
+    hook = getattr(function, "__duet_hooks__", Hooks()).answer
+    if hook is None:
+        return None
+
+    def answer(completion: str) -> str | None:
+        activate(function)
+        try:
+            return hook(completion, **options)
+        except Exception as error:  # anyone's code
+            raise RewardError(
+                f"reward {spec}: its `answer` failed: {type(error).__name__}: {error}"
+            ) from error
+
+    return answer
+
+
 def activate(function: RewardFunction) -> None:
     """Lets a function of a file import its neighbours. Call it before the function."""
     if (file := loaded_files().get(getattr(function, "__module__", ""))) is not None:
@@ -292,7 +322,8 @@ def _named(name: str) -> Located:
     if name in _registered:
         return Located(_registered[name], _address(_registered[name], name), name)
     if name in _builtins():
-        importlib.import_module(f"rewards.{name}")
+        parts = Path(_builtins()[name]).relative_to(_FOLDER).with_suffix("").parts
+        importlib.import_module(".".join(("rewards", *parts)))
         return Located(_registered[name], name, name)
     entry_points = _entry_points()
     if name in entry_points:
@@ -307,10 +338,10 @@ def _named(name: str) -> Located:
 
 
 def _builtins() -> dict[str, str]:
-    """Returns name -> file of the built-in rewards: files of this folder with a @reward function of
-    their name."""
+    """Returns name -> file of the built-in rewards: files of this folder, and of `benchmarks` in
+    it, with a @reward function of their name."""
     files = {}
-    for path in sorted(_FOLDER.glob("*.py")):
+    for path in sorted([*_FOLDER.glob("*.py"), *(_FOLDER / "benchmarks").glob("*.py")]):
         pattern = rf"^@reward\b.*\n(?:async )?def {re.escape(path.stem)}\("
         if re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE):
             files[path.stem] = str(path)

@@ -147,6 +147,14 @@ def same(given: Number, expected: Number) -> bool:
     return equal(given, expected, close)
 
 
+def name(number: Number) -> str:
+    """Returns a text that is equal for numbers of the same value and unit, to nine digits for one
+    that is no rational number."""
+    value = number.value
+    shown = str(value) if isinstance(value, Fraction) else f"{value:.9g}"
+    return f"{shown}{'%' * number.percent}{number.unit and ' ' + number.unit}"
+
+
 def _is_decimal(value: Value) -> bool:
     """Tells whether a number has finitely many decimals."""
     if isinstance(value, float):

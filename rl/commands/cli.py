@@ -2,7 +2,7 @@
 VERBS.
 
 runs/ has the verbs that read the folder of a run, setup/ those that come before one, models/ those
-that take a model out of a run.
+that use the model that came of one.
 
 A verb imports jax and other slow packages only when it needs them: `--help` answers in a fraction
 of a second, and a configuration is checked without jax.
@@ -42,6 +42,7 @@ VERBS = {
         *(
             "runs.samples",
             "rollout",
+            "models.eval",
             "generate",
             "chat",
             "models.serve",

@@ -9,15 +9,13 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rl.commands import environment, sampled_model
-from rl.errors import ConfigError, DataError
+from rl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rl.data.encoded import Problem
-    from rollout import Completion, Generator, SamplingParams
-    from rollout.media.processors import Processors
+    from rollout import Completion
 
 # Completions that are decoded at the same time, unless the command says otherwise.
 SLOTS = 32
@@ -65,6 +63,7 @@ def run(arguments: argparse.Namespace) -> None:
     from rl.data import prompts
     from rl.data.encoding import ExampleEncoder
     from rl.run.health import devices
+    from rl.stages.sampling.completing import completions
     from rollout import Generator, GeneratorOptions
 
     devices.check(arguments.platform)
@@ -97,7 +96,7 @@ def run(arguments: argparse.Namespace) -> None:
     done: list[list[Completion | None]] = [[None] * arguments.samples for _ in problems]
     written = 0
     with _output(arguments.output) as out:
-        for prompt, sample, completion in _completions(
+        for prompt, sample, completion in completions(
             generator, problems, source.params, processors
         ):
             done[prompt][sample] = completion
@@ -109,44 +108,6 @@ def run(arguments: argparse.Namespace) -> None:
                     print(line, file=out)
                 out.flush()
                 written += 1
-
-
-def _completions(
-    generator: Generator,
-    problems: Sequence[Problem],
-    params: SamplingParams,
-    processors: Processors | None,
-) -> Iterator[tuple[int, int, Completion]]:
-    """Yields (prompt, sample, completion). Prompts with pictures or sounds are completed in blocks,
-    so that the table of one block is on the devices at a time. Raises DataError for a prompt or a
-    picture that cannot be read."""
-    if not any(problem.expanded for problem in problems):
-        blocks = [problems]
-        tables = None
-    else:
-        from rl.training.media.tables import MediaTables
-
-        size = 4 * generator.slots
-        blocks = [problems[i : i + size] for i in range(0, len(problems), size)]
-        assert processors is not None  # prompts with pictures or sounds come with processors
-        tables = MediaTables.of_blocks(generator.model.graph, processors, blocks)
-    start = 0
-    try:
-        for block in blocks:
-            prompts: list[Any] = [problem.ids for problem in block]
-            if tables is not None:
-                table = tables.of(generator.model.params, [problem.expanded for problem in block])
-                prompts = [table.prompt(problem.ids, problem.expanded) for problem in block]
-            for prompt, sample, completion in generator.stream(
-                prompts, params, range(start, start + len(block))
-            ):
-                yield start + prompt, sample, completion
-            start += len(block)
-    except ValueError as error:
-        raise DataError(f"{problems[0].example.where.rpartition(':')[0]}: {error}") from None
-    finally:
-        if tables is not None:
-            tables.loader.close()
 
 
 def _output(file: str | None) -> contextlib.AbstractContextManager[TextIO]:

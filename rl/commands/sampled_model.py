@@ -1,4 +1,4 @@
-"""Adds the arguments that `rl generate` and `rl chat` share, and loads their model."""
+"""Adds the arguments that `rl generate`, `rl chat` and `rl eval` share, and loads their model."""
 
 from __future__ import annotations
 
@@ -103,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that `generate` and `chat` share."""
     add_model(parser)
     _add_sampling(parser)
+    add_seed(parser)
     _add_logits_processors(parser)
     add_computation(parser)
 
@@ -168,6 +169,10 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="ends a completion; may be given several times",
     )
+
+
+def add_seed(parser: argparse.ArgumentParser) -> None:
+    """Adds --seed."""
     parser.add_argument(
         "--seed",
         type=_seed,

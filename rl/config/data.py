@@ -273,6 +273,11 @@ class EvaluationOptions(Section):
     k: list[int] = Field(
         default=[1], description="values of k for eval/pass@k; each at most `samples`"
     )
+    maj: list[int] = Field(
+        default=[],
+        description="values of k for eval/maj@k, whether the answer that most of k samples give "
+        "is right; each at most `samples`",
+    )
     temperature: float = Field(default=1.0, gt=0.0, description="of the sampled completions")
     correct_at: float = Field(
         default=1.0, description="a completion counts as correct from this reward on"

@@ -109,6 +109,21 @@ class EventLog:
                 f"room, then `rl-train {quoted(self.directory)}` ({disk_room(self.directory)})"
             ) from None
 
+    def keep_samples(self, keep: Callable[[RecordedLine], bool]) -> None:
+        """Removes all samples after the last one that `keep` accepts, and torn last lines.
+
+        Raises ValueError for a damaged line, ResourceError for a full disk.
+        """
+        try:
+            _rewrite(self.directory / EVENTS, lambda row: True)
+            self._events.reopen()
+            self._samples.truncate_after(keep)
+        except OSError as error:
+            raise ResourceError(
+                f"{self.directory}: events and samples cannot be cut back: {error.strerror} "
+                f"({disk_room(self.directory)})"
+            ) from None
+
     def sync(self) -> bool:
         """Writes all lines to the disk and waits for it. Returns False if the disk is full.
 

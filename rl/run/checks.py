@@ -605,6 +605,7 @@ def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[Fa
             "pass@k needs sampled completions, at least as many as the largest k",
             key=("evaluation", "samples"),
         )
+    yield from _majority(config, evaluation)
     for number, name in enumerate(evaluation.metrics):
         try:
             if not plugins.is_plugin(name):
@@ -627,6 +628,33 @@ def _evaluation(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[Fa
             f"{text}, {shortest}" if text.endswith("max_new_tokens") else text,
             key=("evaluation", text.split()[0]),
         )
+
+
+def _majority(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[Fault]:
+    """Yields what keeps maj@k from being computed."""
+    from rewards.registry import RewardError
+    from rl.stages.sampling.evaluation import answer_of
+
+    key = ("evaluation", "maj")
+    for k in evaluation.maj:
+        if not 1 <= k <= evaluation.samples:
+            yield Fault(
+                f"each k of maj lies between 1 and samples ({evaluation.samples}), got {k}", key=key
+            )
+    rewards = [config.rewards_of(stage) for stage in config.stages] if evaluation.maj else []
+    for settings in rewards:
+        try:
+            tells = settings is None or answer_of(settings) is not None
+        except RewardError:  # reported where the reward is named
+            return
+        if not tells:
+            names = ", ".join(each.name for each in settings.functions)
+            yield Fault(
+                f"no reward tells what a completion answers ({names}); use math, numeric_answer, "
+                "exact_answer or choice_answer, or register yours with @reward(answer=...)",
+                key=key,
+            )
+            return
 
 
 def _held_out_share(config: RunConfig, held_out: DataOptions, path: Key) -> Iterator[Fault]:

@@ -18,6 +18,7 @@ NAMES = (
     "eval/samples",
     "eval/reward_mean",
     "eval/pass@<k>",
+    "eval/maj@<k>",
     "eval/unscored_samples",
     "eval/<source>/<metric>",
     "held_out/<metric>",
@@ -213,7 +214,7 @@ _OF_EVALUATED_SOURCES = (
     "unscored",
     "unscored_samples",
 )
-"""Metrics of an evaluation that each source has, besides pass@k."""
+"""Metrics of an evaluation that each source has, besides pass@k and maj@k."""
 
 _OF_LOSSES = {
     "supervised": r"loss|nll|entropy",
@@ -241,7 +242,7 @@ _CONDITIONS = (
         "eval/|time/eval$", lambda stage: stage.trains_policy, "this stage is not evaluated"
     ),
     _Condition(
-        "eval/(samples|pass@)",
+        "eval/(samples|pass@|maj@)",
         lambda stage: stage.config.evaluation.samples,
         "`evaluation.samples` is 0",
     ),
@@ -385,9 +386,12 @@ def _examples(stage: ConfiguredStage) -> Iterator[str]:
             continue
         if name == "eval/pass@<k>":
             yield from (f"eval/pass@{k}" for k in (evaluation.k if evaluation else ()))
+        elif name == "eval/maj@<k>":
+            yield from (f"eval/maj@{k}" for k in (evaluation.maj if evaluation else ()))
         elif name == "eval/<source>/<metric>":
             assert evaluation is not None  # `_excluded` leaves the name out without evaluations
             metrics = [f"pass@{k}" for k in evaluation.k] if evaluation.samples else []
+            metrics += [f"maj@{k}" for k in evaluation.maj]
             for source in _sources(datasets_of(evaluation.data)):
                 yield from (f"eval/{source}/{each}" for each in (*_OF_EVALUATED_SOURCES, *metrics))
         elif name == "held_out/<metric>":

@@ -32,7 +32,7 @@ import numpy as np
 from rl.accounting.flops import rates
 from rl.stages.export.policy import write_policy
 from rl.stages.rows import StageWithRows
-from rl.stages.sampling.evaluation import Evaluation
+from rl.stages.sampling.evaluation import Evaluation, answer_of
 from rl.stages.sampling.params import sampling_params
 from rl.stages.sampling.records import write_samples
 from rl.stages.sharing import sharing_of
@@ -333,7 +333,13 @@ class StageKind(StageWithRows, Generic[State]):
         block = None if self.context.tables is None else self.context.tables.block
         collect = partial(self.collect, counted=False)
         return Evaluation(
-            options, problems, collect, self.sampling_params(), self._record_evaluation, block
+            options,
+            problems,
+            collect,
+            self.sampling_params(),
+            self._record_evaluation,
+            block,
+            answer_of(self.rewards) if options.maj else None,
         )
 
     def _record_evaluation(self, step: int, rollouts: Rollouts, scores: Scores) -> None:

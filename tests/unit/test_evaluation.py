@@ -15,7 +15,8 @@ from rl.data.encoded import Problem
 from rl.errors import DataError
 from rl.run.steps.held_out import HeldOutMetrics, is_due
 from rl.stages.sampling import evaluation
-from rl.stages.sampling.evaluation import Evaluation, pass_at_k
+from rl.stages.sampling.evaluation import Evaluation
+from rl.statistics import pass_at_k
 from rollout import Completion, SamplingParams
 from rollout.collect import Source, collect
 

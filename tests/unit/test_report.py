@@ -19,6 +19,7 @@ from rl.commands import cli
 from rl.errors import ConfigError
 from rl.records.run_files import Attempt
 from rl.records.samples import TRAINED
+from rl.statistics import wilson
 from rl.views.report import charts, read, samples, sections, series, settings, svg
 
 EVIL = '</script><img src=x onerror="document.title=1"><!-- \u2028 \x00 & "quotes"'
@@ -137,9 +138,9 @@ def test_stages_follow_each_other_and_runs_share_them(tmp_path):
 
 def test_interval_of_a_share():
     # 81 of 263: Newcombe, Statistics in Medicine 17 (1998), table I, method 3.
-    low, high = series.wilson(np.asarray([81 / 263]), 263)
+    low, high = wilson(np.asarray([81 / 263]), 263)
     assert (low[0], high[0]) == (pytest.approx(0.2553, abs=5e-5), pytest.approx(0.3662, abs=5e-5))
-    low, high = series.wilson(np.asarray([0.0, 1.0]), 512)
+    low, high = wilson(np.asarray([0.0, 1.0]), 512)
     assert low[0] == 0 and 0 < high[0] < 0.01 and 0.99 < low[1] < 1 and high[1] == pytest.approx(1)
 
 

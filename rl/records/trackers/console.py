@@ -46,7 +46,7 @@ def _shown(metrics: Metrics) -> list[str]:
     passes = [
         (name, value)
         for name, value in metrics.items()
-        if name.startswith("eval/pass@") and value is not None
+        if name.startswith(("eval/pass@", "eval/maj@")) and value is not None
     ]
     parts += [f"{name} {_short(value)}" for name, value in passes]
     if metrics.get("time/step") is not None:

@@ -60,6 +60,13 @@ class CheckpointWeights:
         self._warned: set[Path] = set()
         chosen(directory, self.config, step)  # refuses a step before prompts are read
 
+    @property
+    def place(self) -> str:
+        """Returns the checkpoint that `load` reads, if it is not damaged, as --step takes it:
+        STAGE:N."""
+        first = chosen(self.directory, self.config, self._step)[0]
+        return f"{self.config.stage_names[first.stage]}:{first.step}"
+
     @cached_property
     def _tokenizer(self) -> tuple[Tokenizer, tuple[int, ...]]:
         return read_tokenizer(self.config)

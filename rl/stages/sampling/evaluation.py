@@ -1,9 +1,8 @@
-"""Accuracy on held-out problems: greedy, and pass@k from samples."""
+"""Accuracy on held-out problems: greedy, and pass@k and maj@k from samples."""
 
 from __future__ import annotations
 
 import inspect
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,13 +10,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rewards import Scores, plugins
+from rewards import Scores, plugins, registry
 from rewards.workers.rounding import at_least
-from rl.config.data import EvaluationOptions
+from rl.config.data import EvaluationOptions, RewardSettings
 from rl.data.encoded import Problem
-from rl.errors import DataError
+from rl.errors import DataError, reward_errors
 from rl.stages.sampling.by_source import numbers_by_prefix
 from rl.stages.sampling.params import WITHOUT_FILTERS
+from rl.statistics import Estimate, majority_shares, mean, pass_shares, shares
 from rollout.collect import Rollouts
 
 if TYPE_CHECKING:
@@ -26,12 +26,6 @@ if TYPE_CHECKING:
 
 # Evaluation draws from keys of its own, so that training sees the same numbers with and without it.
 SEED_OFFSET = 1 << 30
-
-
-def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Returns an unbiased estimate of the chance that one of k samples is correct (arXiv
-    2107.03374, eq. 1)."""
-    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def params_of(
@@ -43,6 +37,13 @@ def params_of(
     unfiltered = replace(params, n=1, **WITHOUT_FILTERS, **options.processors)
     greedy = replace(unfiltered, temperature=0)
     return greedy, replace(unfiltered, n=max(1, options.samples), temperature=options.temperature)
+
+
+def answer_of(settings: RewardSettings) -> registry.AnswerOf | None:
+    """Returns what a completion answers by the first reward that tells; None: no reward does.
+    Raises RewardError for an unknown reward."""
+    answers = (registry.answer_of(each.name, each.options) for each in settings.functions)
+    return next((answer for answer in answers if answer is not None), None)
 
 
 class Evaluation:
@@ -57,13 +58,16 @@ class Evaluation:
         params: SamplingParams,
         record: Callable[[int, Rollouts, Scores], None] = lambda step, samples, scores: None,
         block: int | None = None,
+        answer: registry.AnswerOf | None = None,
     ):
         """Computes nothing yet.
 
         collect: completes and scores (problems, params, prompt ids). params: lengths and stops;
         temperatures come from `options`. record: gets (step, completions, scores) of each call.
         block: problems of one call, whose pictures are on the devices at a time; None: all.
+        answer: what a completion answers, for maj@k; None: no reward tells.
         """
+        self._answer = answer
         self._block = block or max(1, len(problems))
         self.options = options
         self.problems = problems
@@ -78,12 +82,12 @@ class Evaluation:
         return self.options.every
 
     def run(self, step: int = 0) -> dict[str, float]:
-        """Returns eval/greedy_accuracy, eval/reward_mean and eval/pass@k after a step, and what
-        they count.
+        """Returns eval/greedy_accuracy, eval/reward_mean, eval/pass@k and eval/maj@k after a step,
+        and what they count.
 
         A completion without a score is in none of them, and counted in eval/unscored and
-        eval/unscored_samples. A problem with fewer than k scored samples is not in pass@k. A metric
-        of no completion is absent.
+        eval/unscored_samples. A problem with fewer than k scored samples is not in pass@k and
+        maj@k. A metric of no completion is absent.
         """
         began = time.perf_counter()
         options = self.options
@@ -99,36 +103,54 @@ class Evaluation:
         for name in options.metrics:
             metrics |= _own_metric(name, self.problems, trajectories, totals)
         if options.samples:
-            totals = self._rollouts(sampled, step)[1].reshape(len(self.problems), options.samples)
+            trajectories, totals = self._rollouts(sampled, step)
+            totals = totals.reshape(len(self.problems), options.samples)
+            answers = self._answers(trajectories)
             metrics["eval/samples"] = float(options.samples)
             for prefix, rows in problems.items():
-                of_rows = self._sampled(totals[rows])
+                of_rows = self._sampled(totals[rows], [answers[row] for row in rows])
                 metrics |= {f"{prefix}{name}": each for name, each in of_rows.items()}
         return metrics | {"time/eval": time.perf_counter() - began}
 
     def _greedy(self, totals_P: np.ndarray) -> dict[str, float]:
         """Returns the metrics of greedy completions with these rewards."""
-        scored = totals_P[np.isfinite(totals_P)]
+        right_P1 = self._right(totals_P)[:, None]
         metrics = {
             "problems": float(len(totals_P)),
             "unscored": float(np.sum(~np.isfinite(totals_P))),
         }
-        if scored.size:
-            correct = at_least(scored, self.options.correct_at)
-            metrics["greedy_accuracy"] = float(np.mean(correct))
-            metrics["reward_mean"] = float(np.mean(scored))
+        if (accuracy := mean(shares(right_P1))) is not None:
+            metrics["greedy_accuracy"] = accuracy.value
+            metrics["reward_mean"] = float(np.nanmean(totals_P))
         return metrics
 
-    def _sampled(self, totals_PG: np.ndarray) -> dict[str, float]:
-        """Returns the metrics of sampled completions with these rewards."""
-        scored = np.isfinite(totals_PG).sum(axis=1)
-        correct = at_least(totals_PG, self.options.correct_at).sum(axis=1)
-        counts = list(zip(scored.tolist(), correct.tolist(), strict=True))
-        metrics = {"unscored_samples": float(np.sum(~np.isfinite(totals_PG)))}
+    def _sampled(
+        self, totals_PG: np.ndarray, answers_PG: Sequence[Sequence[str | None]]
+    ) -> dict[str, float]:
+        """Returns the metrics of sampled completions with these rewards and answers."""
+        right_PG = self._right(totals_PG)
+        estimates: dict[str, Estimate | None] = {}
         for k in self.options.k:
-            if chances := [pass_at_k(n, c, k) for n, c in counts if n >= k]:
-                metrics[f"pass@{k}"] = float(np.mean(chances))
-        return metrics
+            estimates[f"pass@{k}"] = mean(pass_shares(right_PG, k))
+        for k in self.options.maj:
+            estimates[f"maj@{k}"] = mean(majority_shares(right_PG, answers_PG, k))
+        metrics = {"unscored_samples": float(np.sum(~np.isfinite(totals_PG)))}
+        return metrics | {name: each.value for name, each in estimates.items() if each is not None}
+
+    def _right(self, totals: np.ndarray) -> np.ndarray:
+        """Returns 1 where a reward counts as correct, else 0; NaN without a score."""
+        right = at_least(totals, self.options.correct_at).astype(float)
+        return np.where(np.isfinite(totals), right, np.nan)
+
+    def _answers(self, trajectories: list[Trajectory]) -> list[list[str | None]]:
+        """Returns what the samples of each problem answer; nothing where no maj@k asks for it."""
+        G = self.options.samples
+        if not self.options.maj:
+            return [[None] * G for _ in self.problems]
+        assert self._answer is not None  # checked before the run
+        with reward_errors():
+            answers = [self._answer(each.text or "") for each in trajectories]
+        return [answers[p * G : (p + 1) * G] for p in range(len(self.problems))]
 
     def _rollouts(self, params: SamplingParams, step: int) -> tuple[list[Trajectory], np.ndarray]:
         """Returns (trajectories, rewards float[problems * n]); NaN where there is no score."""

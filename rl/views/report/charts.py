@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rl.statistics import wilson
 from rl.views.report.plans import ACCURACY, PLANS, ChartLine, ChartPlan
 from rl.views.report.read import Metric, RecordedRun, evaluation_problems
-from rl.views.report.series import BUCKETS, Axis, Curve, curve, wilson
+from rl.views.report.series import BUCKETS, Axis, Curve, curve
 
 _MOST_STEPS = 2**40
 _FUNCTIONS = 6  # reward functions, or sources, in one chart
@@ -120,10 +121,9 @@ def _filled(plan: ChartPlan, runs: Sequence[RecordedRun]) -> ChartPlan:
     elif plan.key == "sources":
         lines = _by_source(names)
     elif plan.key == "evaluation":
-        ks = sorted(
-            int(each[1]) for name in names if (each := re.fullmatch(r"eval/pass@(\d+)", name))
-        )
-        lines = (*plan.lines, *(ChartLine(f"eval/pass@{k}", f"pass@{k}") for k in ks))
+        matches = [re.fullmatch(r"eval/(pass|maj)@(\d+)", name) for name in names]
+        ks = sorted((each[1] == "maj", int(each[2]), each[0]) for each in matches if each)
+        lines = (*plan.lines, *(ChartLine(name, name[5:]) for *_, name in ks))
     elif plan.key == "memory":
         lines = tuple(
             ChartLine(name, name.partition("/")[2]) for name in names if name.startswith("memory/")
@@ -217,7 +217,7 @@ def _drawn(
     low = high = None
     if bare:
         return DrawnChart(line.label, line.metric, result, tone)
-    if line.metric == ACCURACY or line.metric.startswith("eval/pass@"):
+    if line.metric == ACCURACY or line.metric.startswith(("eval/pass@", "eval/maj@")):
         if (problems := _problems(run, result, axis)) is not None:
             low, high = wilson(result.mean, problems)
         return DrawnChart(

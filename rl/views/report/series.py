@@ -1,4 +1,4 @@
-"""Turns metrics into curves: one axis of steps for all stages and runs, buckets, intervals, ticks,
+"""Turns metrics into curves: one axis of steps for all stages and runs, buckets, ticks,
 texts."""
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from rl.views.report.read import Metric, RecordedRun
 
 BUCKETS = 400
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
-_Z = 1.959963984540054  # of the normal distribution, for 95%
 
 
 @dataclass(frozen=True)
@@ -120,23 +119,6 @@ def curve(x: np.ndarray, stage: np.ndarray, value: np.ndarray, count: int = BUCK
     return Curve(
         position, np.clip(mean, low, high), low, high, sizes, stage[starts], lost.astype(float)
     )
-
-
-def wilson(share: np.ndarray, problems: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the lower and upper bound of the 95% interval of a share measured on `problems`
-    problems (Wilson).
-
-    It is exact enough near 0 and 1. For pass@k, a mean of numbers in 0..1, it is an upper bound of
-    the width.
-    """
-    n = np.maximum(np.asarray(problems, float), 1)
-    middle = (share + _Z * _Z / (2 * n)) / (1 + _Z * _Z / n)
-    spread = (
-        _Z
-        * np.sqrt(np.maximum(share * (1 - share), 0) / n + _Z * _Z / (4 * n * n))
-        / (1 + _Z * _Z / n)
-    )
-    return np.clip(middle - spread, 0, 1), np.clip(middle + spread, 0, 1)
 
 
 def nice_step(width: float, count: int) -> float:

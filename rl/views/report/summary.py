@@ -15,10 +15,11 @@ import numpy as np
 
 from policy.json_types import JsonValue
 from rl.records.run_files import Attempt
+from rl.statistics import wilson
 from rl.views.report import settings
 from rl.views.report.plans import ACCURACY, BETTER, HEADLINES
 from rl.views.report.read import Metric, RecordedRun, evaluation_problems
-from rl.views.report.series import Axis, curve, seconds_text, text, wilson
+from rl.views.report.series import Axis, curve, seconds_text, text
 
 CODES = {
     0: "done",

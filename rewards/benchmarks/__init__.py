@@ -1,0 +1,1 @@
+"""Rewards that published benchmarks need."""

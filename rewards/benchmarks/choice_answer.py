@@ -1,0 +1,84 @@
+"""Compares the letter of the option that the completion chooses with the `answer` column."""
+
+import re
+
+from rewards.registry import reward
+from rewards.text import boxed, text_of
+
+EXAMPLES = [
+    {"prompt": "A or B?", "completion": "so the answer is (B).", "answer": "B", "score": 1.0},
+    {"prompt": "A or B?", "completion": "Answer: A", "answer": "B", "score": 0.0},
+    {"prompt": "A or B?", "completion": "**Answer:** B", "answer": "B", "score": 1.0},
+    {"prompt": "A or B?", "completion": "Thus \\boxed{\\text{B}}.", "answer": "B", "score": 1.0},
+    {"prompt": "A or B?", "completion": "B", "answer": "B", "score": 1.0},
+    {
+        "prompt": "A or B?",
+        "completion": "The answer is A. No, the answer is B.",
+        "answer": "B",
+        "score": 1.0,
+    },
+    {"prompt": "A or B?", "completion": "A good question", "answer": "A", "score": 0.0},
+    {
+        "prompt": "A or B?",
+        "completion": "Answer: B",
+        "answer": "B",
+        "options": {"form": "answer is (X)"},
+        "score": 0.0,
+    },
+    {"prompt": "An open question", "completion": "A", "answer": None, "score": None},
+]
+
+FORMS = ("any", "answer is (X)")
+_OPEN = r"[\s*_$({\[\\\"'`]*"
+_TEXT = r"(?:(?:text|textbf|mathrm|mathbf|boxed)\s*\{[\s({\[]*)?"
+_LETTER = r"([A-Z])(?![A-Za-z0-9'])"
+_NAMED = re.compile(
+    rf"\b(?i:answer|choice|option)(?i:\s+is)?(?:\s*[*_]+)?\s*(?::|(?<=is)|(?<=is\*\*)){_OPEN}"
+    rf"(?i:option\s+)?{_TEXT}{_LETTER}"
+)
+_STRICT = re.compile(r"answer is \(?([A-Z])\)?(?![A-Za-z0-9])")
+_ALONE = re.compile(rf"^[\s*_$(\[]*{_LETTER}(?=[\s*_$).:\]]|$)[\s*_$).:\]]*$", re.MULTILINE)
+_LEADING = re.compile(r"^[\s*_(\[]*([A-Z])[).:\]]")
+
+
+def choice(text: str, form: str = "any") -> str | None:
+    """Returns the letter of the option that a text chooses, or None.
+
+    form: "answer is (X)" reads these words alone, with or without the brackets. "any" reads the
+    last of them, of "Answer: X" and of "the correct option is X"; else the last box; else a line
+    that is a letter alone, the last one; else the letter of an option before everything else, as in
+    "B) 12".
+    """
+    if form == "answer is (X)":
+        matches = _STRICT.findall(text)
+        return matches[-1] if matches else None
+    if matches := _NAMED.findall(text):
+        return matches[-1]
+    inside = boxed(text)
+    if inside is not None:
+        letters = re.findall(rf"(?<![A-Za-z\\]){_LETTER}", inside)
+        return letters[0] if len(letters) == 1 else None
+    if matches := _ALONE.findall(text):
+        return matches[-1]
+    match = _LEADING.match(text)
+    return match[1] if match else None
+
+
+def _check(form: str = "any", **_) -> None:
+    if form not in FORMS:
+        raise ValueError(f"form is one of {', '.join(map(repr, FORMS))}, not {form!r}")
+
+
+@reward(check=_check, answer=choice)
+def choice_answer(
+    prompts: list, completions: list, answer: list, form: str = "any"
+) -> list[float | None]:
+    """Returns 1.0 if the completion chooses the option with the letter `answer`, else 0.0; None
+    where `answer` is None.
+
+    answer: a letter, A to Z. form: how a completion names its choice, as in `choice`.
+    """
+    return [
+        None if right is None else float(choice(text_of(completion), form) == str(right).strip())
+        for completion, right in zip(completions, answer, strict=True)
+    ]

@@ -1,0 +1,1 @@
+"""`rl eval`: tasks, completions of their problems, and the results of models."""

@@ -1,0 +1,220 @@
+"""`rl eval` on a small model with the bytes' tokenizer."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import policy
+from policy.huggingface import sources
+from rl.commands import cli
+from rl.evaluation import measure
+from rl.records import samples
+from rollout.text.tokenizer import load_tokenizer
+
+ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1), "level": a % 2} for a in range(5)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    small = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "initializer_range": 0.3,
+    }
+    config = sources.preset("qwen3-0.6b", small | heads)
+    policy.save(policy.create(config, seed=1), directory)
+    load_tokenizer("bytes").save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def reward(tmp_path_factory):
+    file = tmp_path_factory.mktemp("rewards") / "own.py"
+    file.write_text(
+        "import re\nfrom rewards import reward\n\n\n"
+        "def _answer(completion):\n    return completion[:1] or None\n\n\n"
+        "@reward('even', answer=_answer)\n"
+        "def even(prompts, completions, answer):\n"
+        "    return [None if right == '5' else float(ord(text[:1] or 'a') % 2 == 0)\n"
+        "            for text, right in zip(completions, answer)]\n"
+    )
+    return f"{file}:even"
+
+
+@pytest.fixture
+def data(tmp_path):
+    file = tmp_path / "test.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return file
+
+
+@pytest.fixture
+def evaluate(directory, reward):
+    def evaluate(data, out, *arguments):
+        return rl(
+            *("eval", directory, "--data", data, "--reward", reward, "--max-new-tokens", 4),
+            *("--slots", 4, "-o", out, *arguments),
+        )
+
+    return evaluate
+
+
+def rl(*arguments):
+    return cli.main([*map(str, arguments), "--platform", "cpu"])
+
+
+def test_the_numbers_are_those_of_the_samples(evaluate, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert evaluate(data, out, "--samples", 4, "--k", "1,2", "--maj", 3, "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == json.loads((out / "eval.json").read_text())
+    task = shown["tasks"]["test"]
+    assert (task["problems"], task["samples"]) == (5, 4)
+    records = list(samples.read(out))
+    assert len(records) == 20 and all(record["eval"] for record in records)
+    right = {}
+    for record in records:
+        expected = float(ord(record["completion"][:1] or "a") % 2 == 0)
+        if ROWS[record["prompt_id"]]["answer"] == "5":
+            assert record["rewards"] == {"even": None}
+        else:
+            assert record["rewards"] == {"even": expected}
+            right.setdefault(record["prompt_id"], []).append(expected)
+    score = task["scores"]["even"]
+    assert score["unscored"] == 4 and score["accuracy"]["n"] == 4
+    shares = [sum(each) / 4 for each in right.values()]
+    assert score["accuracy"]["value"] == pytest.approx(sum(shares) / 4)
+    assert score["pass"]["1"]["value"] == pytest.approx(sum(shares) / 4)
+    lines = [json.loads(line) for line in (out / "problems.jsonl").read_text().splitlines()]
+    known = [line["right"]["even"] for line in lines if line["right"]["even"] is not None]
+    assert known == pytest.approx([shares[i] for i in sorted(range(4), key=[*right].__getitem__)])
+    assert json.loads((out / "run.json").read_text())["attempts"][0]["exit_code"] == 0
+
+
+def test_an_interruption_keeps_what_is_scored_and_the_same_command_continues(
+    evaluate, data, tmp_path, capsys, monkeypatch
+):
+    complete, cut = tmp_path / "complete", tmp_path / "cut"
+    assert evaluate(data, complete) == 0
+    groups = measure._groups
+
+    def interrupted(*arguments):
+        for number, group in enumerate(groups(*arguments)):
+            if number == 3:
+                raise KeyboardInterrupt
+            yield group
+
+    monkeypatch.setattr(measure, "_groups", interrupted)
+    assert evaluate(data, cut) == 130
+    assert "continues" in capsys.readouterr().err
+    kept = list(samples.read(cut))
+    assert len(kept) == 3
+    with (cut / "samples.jsonl").open("a") as file:  # a kill within a write
+        file.write('{"stage": "test", "st')
+    asked = []
+
+    def counted(generator, task, numbers, processors):
+        asked.extend(numbers)
+        return groups(generator, task, numbers, processors)
+
+    monkeypatch.setattr(measure, "_groups", counted)
+    assert evaluate(data, cut) == 0
+    assert asked == [n for n in range(5) if n not in {each["prompt_id"] for each in kept}]
+    texts = [
+        {(each["prompt_id"], each["completion"], each["reward"]) for each in samples.read(folder)}
+        for folder in (complete, cut)
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) == 5
+    results = [json.loads((folder / "eval.json").read_text())["tasks"] for folder in (complete, cut)]
+    assert results[0] == results[1]
+    monkeypatch.setattr(measure, "_groups", None)  # nothing is left to sample
+    assert evaluate(data, cut) == 0
+    assert "5 problems are measured already" in capsys.readouterr().err
+
+
+def test_another_evaluation_in_the_same_folder_is_refused(evaluate, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert evaluate(data, out, "--limit", 2) == 0
+    before = (out / "samples.jsonl").read_bytes()
+    assert evaluate(data, out, "--limit", 2, "--seed", 1) == 2
+    error = capsys.readouterr().err
+    assert "test.seed: 0 there, 1 now" in error and "-o" in error
+    other = tmp_path / "other.jsonl"
+    other.write_text(data.read_text().replace("1+1", "7+1"))
+    other.replace(data)
+    assert evaluate(data, out, "--limit", 2) == 2  # other rows
+    assert (out / "samples.jsonl").read_bytes() == before
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").write_text("")
+    assert evaluate(data, tmp_path / "run") == 2
+    assert "the folder of a run" in capsys.readouterr().err
+
+
+def test_shots_are_the_first_rows_and_are_not_measured(evaluate, data, tmp_path):
+    out = tmp_path / "out"
+    assert evaluate(data, out, "--few-shot", 2, "--limit", 1) == 0
+    (record,) = samples.read(out)
+    assert record["prompt"] == "0+1= 1\n\n1+1= 2\n\n2+1="
+    assert evaluate(data, tmp_path / "none", "--few-shot", 5) == 3
+
+
+def test_prompts_are_those_of_rl_generate(directory, evaluate, data, tmp_path, capsys):
+    out = tmp_path / "out"
+    options = ("--temperature", 1, "--seed", 3)
+    assert evaluate(data, out, "--samples", 2, *options) == 0
+    capsys.readouterr()
+    same = ("--samples", 2, "--max-new-tokens", 4, *options)
+    assert rl("generate", directory, "--prompts", data, *same) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    expected = {(line["prompt"], line["sample"]): line["tokens"] for line in lines}
+    result = {(each["prompt"], each["sample"]): each["tokens"] for each in samples.read(out)}
+    assert result == expected and len(result) == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((), 2, "--task gsm8k"),
+        (("--data", "{data}"), 2, "--reward numeric_answer"),
+        (("--data", "{data}", "--reward", "numeric_anser"), 2, "nearest: numeric_answer"),
+        (("--data", "{data}", "--reward", "math", "--k", "4", "--samples", "2"), 2, "--samples 4"),
+        (("--data", "{data}", "--reward", "length", "--maj", "1"), 2, "reward length"),
+        (("--data", "{data}", "--reward", "math", "--columns", "prompt"), 2, "NAME=COLUMN"),
+        (
+            ("--data", "{data}", "--reward", "math", "--columns", "answer=right"),
+            3,
+            "no column 'right'",
+        ),
+        (("--data", "nowhere.jsonl", "--reward", "math"), 2, "no such file"),
+        (("--data", "{data}", "--reward", "math", "--system", "Be brief."), 2, "add --chat"),
+        (
+            ("--data", "{data}", "--reward", "math", "--temperature", "0", "--samples", "2"),
+            2,
+            "--temperature 1",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_what_to_type(
+    directory, data, tmp_path, capsys, monkeypatch, arguments, code, message
+):
+    monkeypatch.chdir(tmp_path)
+    arguments = [each.format(data=data) for each in arguments]
+    assert rl("eval", directory, *arguments) == code
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "evals").exists()
+
+
+def test_a_missing_model_has_a_code_of_its_own(data, tmp_path, capsys):
+    assert rl("eval", tmp_path / "nowhere", "--data", data, "--reward", "math") == 4
+    assert "no config.json" in capsys.readouterr().err
+
+
+def test_the_verb_imports_no_jax():
+    code = "import sys, rl.commands.models.eval, rl.evaluation.task; print('jax' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
