@@ -130,7 +130,9 @@ def test_an_interruption_keeps_what_is_scored_and_the_same_command_continues(
         for folder in (complete, cut)
     ]
     assert texts[0] == texts[1] and len(texts[0]) == 5
-    results = [json.loads((folder / "eval.json").read_text())["tasks"] for folder in (complete, cut)]
+    results = [
+        json.loads((folder / "eval.json").read_text())["tasks"] for folder in (complete, cut)
+    ]
     assert results[0] == results[1]
     monkeypatch.setattr(measure, "_groups", None)  # nothing is left to sample
     assert evaluate(data, cut) == 0
