@@ -86,7 +86,7 @@ ORDER = {
             "training",
             "stages",
         ),
-        *("run", "plan", "evaluation", "views", "serve", "commands"),
+        *("run", "export", "plan", "evaluation", "views", "serve", "commands"),
     ],
 }
 _START, _END = "<!-- rooms: {} -->", "<!-- end of rooms: {} -->"

@@ -46,6 +46,7 @@ VERBS = {
             "generate",
             "chat",
             "models.serve",
+            "models.export",
             "teach",
             "reward",
             "setup.doctor",

@@ -98,11 +98,14 @@ class Stage(StageKind["RewardModelState"]):
 
     def _write(self, state: RewardModelState, directory: Path) -> None:
         from policy.mesh import processes
+        from rl.stages.export import proof
+        from rl.stages.export.of_run import ExportedRun
 
         tokenizer = self.context.tokenizer
-        self.trainer.export(state, tokenizer.pad_token_id, directory)
+        written = self.trainer.export(state, tokenizer.pad_token_id, directory)
         if processes.first():
             write_tokenizer(self.config, tokenizer, directory)
+        proof.check_classifier(ExportedRun.of(self.context), written, directory)
 
     def export_at(self, state: RewardModelState, directory: Path) -> None:
         self._write(state, directory)

@@ -456,7 +456,9 @@ class StageKind(StageWithRows, Generic[State]):
     def export(self, directory: Path) -> None:
         """Writes the trained weights after the last stage of the run: the policy in Hugging Face
         form, with all parts of the model that training started from."""
-        write_policy(self.context, directory)
+        from rl.stages.export.of_run import ExportedRun
+
+        write_policy(ExportedRun.of(self.context), directory)
 
     def export_at(self, state: State, directory: Path) -> None:
         """Writes what `export` would if the last step of the run were the one with this state."""

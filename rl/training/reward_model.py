@@ -176,9 +176,11 @@ class RewardModelTrainer(BatchUpdates):
         loss, metrics = self.algorithm.loss(replace(inputs, scores=scores))
         return LossOutput(loss=loss, metrics=metrics, aux=aux)
 
-    def export(self, state: RewardModelState, pad_id: int | None, directory: Path) -> None:
+    def export(
+        self, state: RewardModelState, pad_id: int | None, directory: Path
+    ) -> classification.Classifier:
         """Writes the reward model as transformers stores a sequence classification model, without a
-        tokenizer. An adapter is merged into its weights."""
+        tokenizer. An adapter is merged into its weights. Returns what was written."""
         params = self._base_of_model(state) | state.reward_model.params
         score = params.pop(VALUE_HEAD)
         trunk = self.model.trunk
@@ -187,6 +189,7 @@ class RewardModelTrainer(BatchUpdates):
         runtime = replace(trunk.runtime, adapter=None)
         graph = Graph(sources.trunk(self.graph.config), runtime, trunk.layout)
         classification.write(directory, graph, params, score, pad_id)
+        return classification.Classifier(graph, params, processes.on_host(score))
 
 
 def rows_at_a_time(layout: Layout, T: int) -> int:

@@ -13,6 +13,8 @@ from safetensors.numpy import load_file
 
 import policy
 from policy.adapters.learning import is_adapter
+from policy.huggingface.peft import writer
+from rl.commands import cli
 from rl.run.unfinished.weights import CheckpointWeights
 
 STEP = {"sampling": {"max_new_tokens": 6}, "optimizer": {"learning_rate": 1e-2}}
@@ -175,3 +177,31 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(adapter_run, tmp_p
     assert sum(kills) >= 4, kills
     assert launch.train(directory, *GIVEN) == 0
     assert_same(directory, adapter_run)
+
+
+def test_the_verb_writes_what_the_run_exports(adapter_run, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert cli.main(["export", str(adapter_run), str(out), "--platform", "cpu"]) == 0
+    for folder in ("", "merged"):
+        assert tensors(out / folder) == tensors(adapter_run / "export" / folder) != {}
+    config = json.loads((out / "adapter_config.json").read_text())
+    assert Path(config["base_model_name_or_path"]) == (adapter_run / "base").resolve()
+    step = tmp_path / "step"
+    options = ["--step", "grpo:1", "--merged", "--platform", "cpu"]
+    assert cli.main(["export", str(adapter_run), str(step), *options]) == 0, capsys.readouterr().err
+    earlier = policy.load(step)
+    assert not any(map(is_adapter, earlier.params))
+    assert tensors(step) != tensors(out / "merged")
+
+
+def test_an_adapter_that_changes_on_its_way_to_the_disk_is_refused(
+    adapter_run, tmp_path, capsys, monkeypatch
+):
+    save = writer._save
+    monkeypatch.setattr(
+        writer, "_save", lambda at, tensors, config: save(at, tensors, config | {"lora_alpha": 7})
+    )
+    options = ["--adapter", "--platform", "cpu"]
+    assert cli.main(["export", str(adapter_run), str(tmp_path / "out"), *options]) == 4
+    assert "log-probability" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,1 @@
+"""Verbs that take a model out of a run or a directory."""

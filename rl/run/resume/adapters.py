@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from policy.adapters.learning import Adapters, is_adapter
 from policy.huggingface.peft.reader import Adapter, read_adapter
 from policy.huggingface.peft.targets import TargetError, resolved
+from policy.huggingface.reload import WeightsOnHost
 from policy.huggingface.tensorfiles import ModelFileError
 from policy.mesh import processes
 from policy.model import Graph, Model
-from policy.ops.quantization import floats
 from rl.config.model import ModelOptions
 from rl.config.run import RunConfig
 from rl.data import models
@@ -36,7 +35,7 @@ def with_adapter(graph: Graph, options: ModelOptions) -> Graph:
     if options.adapter is None:
         return graph
     if options.adapter.source is not None:
-        stored = _stored(options.adapter.source, graph, _Weights(graph, _ones(graph)))
+        stored = _stored(options.adapter.source, graph, _ones(graph))
         spec = replace(stored.spec, dtype=options.adapter.dtype)
     else:
         spec = options.adapter.spec
@@ -60,7 +59,7 @@ def begin(model: Model, config: RunConfig) -> None:
     if options.source is None:
         arrays = adapters.init(model.params, config.seed)
     else:
-        weights = _Weights(model.graph, lambda path: _on_host(model.params[path]))
+        weights = WeightsOnHost(model.graph, model.params)
         stored = _stored(options.source, model.graph, weights).params
         arrays = {
             path: processes.device_put_global(
@@ -71,30 +70,10 @@ def begin(model: Model, config: RunConfig) -> None:
     model.params = {**model.params, **arrays}
 
 
-class _Weights(Mapping[str, np.ndarray]):
-    """The weights of a graph on the host, each when it is asked for."""
-
-    def __init__(self, graph: Graph, read: Callable[[str], np.ndarray]):
-        self._graph = graph
-        self._read = read
-
-    def __getitem__(self, path: str) -> np.ndarray:
-        return self._read(path)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._graph.paths)
-
-    def __len__(self) -> int:
-        return len(self._graph.paths)
-
-
-def _ones(graph: Graph) -> Callable[[str], np.ndarray]:
+def _ones(graph: Graph) -> dict[str, np.ndarray]:
     """Returns what stands for the weights where the description of an adapter is read alone."""
-    return lambda path: np.broadcast_to(np.float32(1), graph.shapes[path].shape)
-
-
-def _on_host(weight: Any) -> np.ndarray:
-    return processes.on_host(floats(weight))
+    one = np.float32(1)
+    return {path: np.broadcast_to(one, graph.shapes[path].shape) for path in graph.paths}
 
 
 def _stored(source: str, graph: Graph, weights: Mapping[str, np.ndarray]) -> Adapter:

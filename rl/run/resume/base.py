@@ -25,6 +25,7 @@ from rl.run.folder import RunFolder
 from rl.run.manifest import file_hash
 from rl.stages.context import Context
 from rl.stages.export.base import FOLDER, directory_of, is_trained
+from rl.stages.export.of_run import ExportedRun
 from rl.stages.export.policy import write_model
 
 HASHES = "base.json"
@@ -59,7 +60,9 @@ def write(context: Context, folder: RunFolder) -> None:
     model = context.model
     size = sum(model.params[path].nbytes for path in model.graph.paths)
     with context.timeline.span("writing the base"):
-        folder.write_anew(folder.path / FOLDER, partial(write_model, context, model), size)
+        folder.write_anew(
+            folder.path / FOLDER, partial(write_model, ExportedRun.of(context), model), size
+        )
 
 
 def identity(config: RunConfig, graph: Graph) -> BaseIdentity:

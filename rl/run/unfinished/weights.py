@@ -82,6 +82,19 @@ class CheckpointWeights:
         return generation.last_params(self.config, self._tokenizer[1]).stop_token_ids
 
     @property
+    def default_stops(self) -> tuple[int, ...]:
+        """Returns the token ids that end a completion where a stage names none."""
+        return self._tokenizer[1]
+
+    @property
+    def has_towers(self) -> bool:
+        """Whether the checkpoint holds towers of pictures or sounds."""
+        newest = chosen(self.directory, self.config, self._step)[0]
+        manifest, _ = examine(newest.path, hashes=False)
+        names = manifest["arrays"] if manifest is not None else ()
+        return any(is_tower(name.removeprefix(_PREFIX)) for name in names)
+
+    @property
     def positions(self) -> models.Positions | None:
         """Returns the positions that the model was made for."""
         return models.positions(self.config.model)

@@ -4,7 +4,7 @@ sampled."""
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from policy.huggingface import generation_config
 from rl.data import models
@@ -15,25 +15,39 @@ from rl.stages.sampling.params import sampling_params
 if TYPE_CHECKING:
     from rl.config.run import RunConfig
     from rl.config.stage import StageOptions
-    from rl.stages.context import Context
     from rollout import SamplingParams
+    from rollout.text.interface import Tokenizer
 
 
-def keys(context: Context) -> dict[str, Any]:
+class TrainedRun(Protocol):
+    """What the keys follow from. stop_ids: token ids that end a completion, where no stage names
+    any."""
+
+    @property
+    def config(self) -> RunConfig: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]: ...
+
+
+def keys(run: TrainedRun) -> dict[str, Any]:
     """Returns the keys of generation_config.json for the policy of a run.
 
     Stops and sampling parameters come from the last stage that samples, or from the last stage if
     none does. Without a sampling stage, sampling parameters of the model's own file win, because
     training did not use others. All other keys of the model's file are kept.
     """
-    config = context.config
-    tokenizer = context.tokenizer
+    config = run.config
+    tokenizer = run.tokenizer
     source: dict[str, Any] = {}
     with contextlib.suppress(ModelError):  # the source is gone by now: it has no keys to keep
         directory = models.directory(config.model.source)
         source = generation_config.read(directory) if directory is not None else {}
     sampled = _last_sampled(config)
-    params = last_params(config, context.stop_ids)
+    params = last_params(config, run.stop_ids)
     sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     if not sampled and any(key in source for key in generation_config.SAMPLING):
         sampling = {}

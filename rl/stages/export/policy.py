@@ -1,4 +1,4 @@
-"""Writes the trained policy as a Hugging Face directory."""
+"""Writes the trained policy as a Hugging Face directory, and reads it back."""
 
 from __future__ import annotations
 
@@ -6,86 +6,70 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl.data import models, towers
-from rl.data.tokenizer import write_tokenizer
-from rl.errors import ModelError
-from rl.stages.export import generation
+from rl.stages.export import proof
+from rl.stages.export.exportable import Exportable
 
 MERGED = "merged"
 """Of an export with an adapter: the folder of the merged model."""
 
 if TYPE_CHECKING:
+    from policy.huggingface.reload import Proof
     from policy.model import Model
-    from rl.stages.context import Context
 
 
-def write_policy(context: Context, directory: Path) -> None:
-    """Writes the policy of a run with its tokenizer, and with all parts of the model that training
-    started from. Of a policy with an adapter it writes what `export` says."""
+def write_policy(exported: Exportable, directory: Path) -> list[Proof]:
+    """Writes a policy with its tokenizer, and with all parts of the model that training started
+    from. Of a policy with an adapter it writes the chosen forms.
+
+    Each directory is read back, and its log-probabilities are compared: returns what was measured,
+    for each that the devices had room for. Raises ModelError if they differ.
+    """
     from rl.stages.export import adapter
 
-    if not adapter.has_adapter(context.model):
-        write_model(context, context.model, directory)
-        return
-    options = context.config.export
-    if options.adapter:
-        write_base = partial(write_model, context, context.model)
-        adapter.write_adapter(context, directory, write_base)
-        write_texts(context, directory)
-    if options.merged:
-        merged = directory / MERGED if options.adapter else directory
-        write_model(context, adapter.merged_model(context), merged)
-        adapter.write_readme(context, merged, "merged")
+    if not adapter.has_adapter(exported.model):
+        write_model(exported, exported.model, directory)
+        return proof.check_model(exported, exported.model, directory)
+    write_base = partial(write_model, exported, exported.model)
+    base = exported.base(directory, write_base)
+    proofs: list[Proof] = []
+    if exported.forms.adapter:
+        adapter.write_adapter(exported, directory, base)
+        write_texts(exported, directory)
+        proofs += proof.check_adapter(exported, directory)
+    if exported.forms.merged:
+        merged = directory / MERGED if exported.forms.adapter else directory
+        model = adapter.merged_model(exported)
+        write_model(exported, model, merged)
+        adapter.write_readme(exported, merged, base.label, "merged")
+        proofs += proof.check_model(exported, model, merged)
+    return proofs
 
 
-def write_model(context: Context, model: Model, directory: Path) -> None:
-    """Writes a model of a run as `write_policy` does the policy. Arrays of an adapter are left
-    out."""
+def write_model(exported: Exportable, model: Model, directory: Path) -> None:
+    """Writes a model as `write_policy` does the policy, without reading it back. Arrays of an
+    adapter are left out."""
     import policy
     from policy.huggingface.tensorfiles import ModelFileError
     from policy.mesh import processes
 
-    written = generation.keys(context)
-    source = _source(context)
+    written = exported.generation()
+    source = exported.source()
     try:
         policy.save(model, directory, generation=written, source=source)
     except ModelFileError as error:  # the files of the source have changed since they were read
-        _note_parts(context, error)
+        exported.note(
+            f"export: {error}. Parts of the model that this run did not load are left out"
+        )
         policy.save(policy.Model(model.graph, model.params), directory, generation=written)
-    if not processes.first():
-        return
-    _write_texts(context, source, directory)
-    if context.tables is not None:
-        towers.write_files(context.config.model, context.tokenizer, directory)
+    if processes.first():
+        exported.write_texts(directory, with_towers=True)
 
 
-def write_texts(context: Context, directory: Path) -> None:
-    """Writes the tokenizer, the processor and generation_config.json of a run."""
+def write_texts(exported: Exportable, directory: Path) -> None:
+    """Writes the tokenizer, the processor and generation_config.json."""
     from policy.huggingface import generation_config
     from policy.mesh import processes
 
     if processes.first():
-        generation_config.write(directory, generation.keys(context))
-        _write_texts(context, _source(context), directory)
-
-
-def _write_texts(context: Context, source: Path | None, directory: Path) -> None:
-    write_tokenizer(context.config, context.tokenizer, directory)
-    if source is not None:
-        models.copy_files(models.text_directory(source), models.PROCESSOR_FILES, directory)
-
-
-def _source(context: Context) -> Path | None:
-    """Returns the directory of the model that training started from; None if it is gone by now, and
-    for random weights."""
-    try:
-        return models.directory(context.config.model.source, weights=True)
-    except ModelError as error:
-        _note_parts(context, error)
-        return None
-
-
-def _note_parts(context: Context, error: Exception) -> None:
-    context.events.note(
-        f"export: {error}. Parts of the model that this run did not load are left out"
-    )
+        generation_config.write(directory, exported.generation())
+        exported.write_texts(directory, with_towers=False)

@@ -1,0 +1,99 @@
+"""The folder of an export: it appears in one step, and only a folder that an export wrote is
+replaced."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from policy.json_types import JsonValue
+from rl.errors import ConfigError, ResourceError, disk_room
+
+MARKER = "duet_export.json"
+"""What an export wrote, and from which weights. A folder without it is never replaced."""
+
+
+def check(directory: Path, force: bool) -> None:
+    """Raises ConfigError for a directory that exists and may not be replaced. force: one that an
+    export wrote may be."""
+    if not directory.is_dir():
+        if directory.exists():
+            raise ConfigError(f"{directory}: a file; name another directory")
+        return
+    if not any(directory.iterdir()):
+        return
+    others = _other_files(directory)
+    if others is None:
+        raise ConfigError(
+            f"{directory}: exists, and `rl export` did not write it; name another directory"
+        )
+    if others:
+        raise ConfigError(
+            f"{directory}: exists, and has a file that `rl export` did not write, {others[0]}; move "
+            "it, or name another directory"
+        )
+    if not force:
+        raise ConfigError(
+            f"{directory}: exists; name another directory, or replace the export there with --force"
+        )
+
+
+@contextlib.contextmanager
+def written(directory: Path, force: bool, facts: Mapping[str, JsonValue]) -> Iterator[Path]:
+    """Yields an empty folder next to `directory`, which takes its place when the block ends.
+
+    If the block raises, the folder is removed. facts: what the marker says of the export. Raises
+    ConfigError as `check`, ResourceError if the disk has no room or refuses.
+    """
+    check(directory, force)
+    unfinished = directory.with_name(f"{directory.name}.tmp")
+    if unfinished.exists() and not (unfinished / MARKER).is_file():
+        raise ConfigError(f"{unfinished}: exists, and the export is written there; move it away")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)  # of an export that was killed
+        unfinished.mkdir(parents=True)
+        (unfinished / MARKER).write_text("{}\n", encoding="utf-8")
+        yield unfinished
+        _mark(unfinished, facts)
+        _replace(directory, unfinished)
+    except OSError as error:
+        raise ResourceError(
+            f"{directory}: the export cannot be written: {error}. Make room or choose another disk, "
+            f"then type the command again ({disk_room(unfinished.parent)})"
+        ) from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _mark(directory: Path, facts: Mapping[str, JsonValue]) -> None:
+    content = {**facts, "files": sorted({*_files(directory), MARKER})}
+    (directory / MARKER).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _replace(directory: Path, unfinished: Path) -> None:
+    if not directory.is_dir() or not any(directory.iterdir()):
+        unfinished.replace(directory)
+        return
+    old = directory.with_name(f"{directory.name}.old")
+    directory.rename(old)
+    unfinished.rename(directory)
+    shutil.rmtree(old)
+
+
+def _files(directory: Path) -> list[str]:
+    return sorted(
+        str(file.relative_to(directory)) for file in directory.rglob("*") if not file.is_dir()
+    )
+
+
+def _other_files(directory: Path) -> list[str] | None:
+    """Returns the files of a directory that the export which wrote it did not write; None if no
+    export wrote it."""
+    try:
+        listed = json.loads((directory / MARKER).read_text(encoding="utf-8"))["files"]
+        return sorted(set(_files(directory)) - set(listed))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

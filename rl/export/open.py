@@ -1,0 +1,108 @@
+"""Opens what `rl export` names: a checkpoint or the final weights of a run, or a model."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from policy.huggingface import sources
+from rewards.suggest import nearest_path
+from rl.config.files import RESOLVED
+from rl.config.run import ExportOptions, RunConfig
+from rl.data import models
+from rl.errors import ConfigError, ModelError
+from rl.export import of_directory
+from rl.export.of_directory import BaseFormat, ExportedDirectory
+from rl.export.request import ExportRequest
+from rl.run import load
+from rl.stages.export.exportable import Exportable
+from rl.stages.export.of_run import ExportedRun
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model to export. run: the folder of the run that trained it; None: no run is known.
+    label: what the marker and a message call the weights."""
+
+    exported: Exportable
+    run: Path | None
+    label: str
+
+
+def opened(request: ExportRequest) -> Opened:
+    """Reads the weights that a request names.
+
+    Raises ConfigError for a step or a form that there is not, ModelError for files that cannot be
+    read.
+    """
+    name = request.source
+    run = Path(name)
+    is_run = (run / RESOLVED).is_file()
+    if request.step is not None and not is_run:
+        raise ConfigError(
+            f"--step {request.step}: {name} is no folder of a run, which has a {RESOLVED}"
+        )
+    final = run / "export"
+    if is_run and request.step is None and sources.is_model(final):
+        config = load.saved(run)
+        base = BaseFormat(config.model.base_weights, config.model.base_block)
+        exported = _directory(request, final, base, config)
+        exported.run = run
+        return Opened(exported, run, f"final weights of {name}")
+    if is_run and not sources.is_model(run):
+        return _checkpoint(request, run)
+    directory = models.directory(name, weights=True)
+    if directory is None or not sources.is_model(directory):
+        raise ModelError(
+            f"{name}: no config.json there{nearest_path(name)}; name the folder of a run, a "
+            "Hugging Face directory, or a model on the Hugging Face hub as org/name"
+        )
+    return Opened(_directory(request, directory, BaseFormat(), None), None, name)
+
+
+def _directory(
+    request: ExportRequest, directory: Path, base: BaseFormat, config: RunConfig | None
+) -> ExportedDirectory:
+    _refuse_reward_model(directory)
+    forms = _forms(request, sources.has_adapter(directory), config)
+    dtype = request.dtype or of_directory.stored_dtype(directory)
+    return ExportedDirectory(directory, of_directory.read(directory, dtype, base), forms)
+
+
+def _checkpoint(request: ExportRequest, run: Path) -> Opened:
+    from rl.run.unfinished.weights import CheckpointWeights
+
+    weights = CheckpointWeights(run, request.step)
+    config = weights.config
+    media = weights.has_towers
+    model = weights.load(request.dtype or config.model.param_dtype, media=media)
+    exported = ExportedRun(config, weights.tokenizer, weights.default_stops, model, _show, media)
+    from rl.stages.export.adapter import has_adapter
+
+    exported.chosen = _forms(request, has_adapter(model), config)
+    return Opened(exported, run, f"{run}, {request.step or 'newest checkpoint'}")
+
+
+def _forms(request: ExportRequest, has_adapter: bool, config: RunConfig | None) -> ExportOptions:
+    """Returns which directories are written of an adapter. Raises ConfigError for a form of a model
+    without one."""
+    if request.form is not None and not has_adapter:
+        raise ConfigError(f"--{request.form}: {request.source} has no adapter; leave it out")
+    if request.form is None:
+        return config.export if config is not None else ExportOptions()
+    return ExportOptions(adapter=request.form == "adapter", merged=request.form == "merged")
+
+
+def _refuse_reward_model(directory: Path) -> None:
+    file = directory / "config.json"
+    names = sources.read_object(file).get("architectures") if file.is_file() else None
+    if names and str(names[0]).endswith("ForSequenceClassification"):
+        raise ConfigError(
+            f"{directory}: a reward model ({names[0]}); `rl export` writes policies. The directory "
+            "is one that transformers reads: copy it"
+        )
+
+
+def _show(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,28 @@
+"""What a person asks of `rl export`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16"]
+Form = Literal["adapter", "merged"]
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """An export to write.
+
+    source: the folder of a run, the directory of a model, or a model on the hub. step: of a run, the
+    checkpoint `[STAGE:]N`; None: its final weights, or the newest checkpoint of a run that has not
+    ended. dtype: None: that of the source. form: of a model with an adapter; None: as the run's
+    `export` says, else the adapter. force: an export in `directory` is replaced.
+    """
+
+    source: str
+    directory: Path
+    step: str | None = None
+    dtype: Dtype | None = None
+    form: Form | None = None
+    force: bool = False

@@ -1,0 +1,124 @@
+"""`rl export` on a small model with the bytes' tokenizer, and what keeps an export from appearing."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from safetensors.numpy import load_file, save_file
+
+import policy
+from policy.huggingface import reload, sources
+from rl.commands import cli
+from rollout.text.tokenizer import load_tokenizer
+
+ROWS = [[5, 6, 7, 8], [9, 10, 11]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    small = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = sources.preset("qwen3-0.6b", small | heads | {"initializer_range": 0.3})
+    policy.save(policy.create(config, seed=1), directory)
+    load_tokenizer("bytes").save_pretrained(directory)
+    return directory
+
+
+def export(*arguments) -> int:
+    return cli.main(["export", *map(str, arguments), "--platform", "cpu"])
+
+
+def test_an_export_has_the_weights_in_another_type_and_every_other_file(
+    directory, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    assert export(directory, out, "--dtype", "bfloat16") == 0
+    assert "differ by at most 0.0e+00" in capsys.readouterr().out
+    before, after = policy.load(directory), policy.load(out)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    for path, weight in before.params.items():
+        rounded = np.asarray(weight).astype("bfloat16").astype("float32")
+        assert np.array_equal(rounded, np.asarray(after.params[path])), path
+    assert (out / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
+    stops = json.loads((out / "generation_config.json").read_text())["eos_token_id"]
+    assert stops == [load_tokenizer("bytes").eos_token_id, 151645]  # the preset's is the other
+    facts = json.loads((out / "duet_export.json").read_text())
+    assert facts["largest_difference"] == 0 and facts["compared_tokens"] > 100
+
+
+def test_weights_that_change_on_their_way_to_the_disk_are_refused(
+    directory, tmp_path, capsys, monkeypatch
+):
+    def save(tensors, file, **how):
+        name = "model.layers.1.self_attn.k_proj.weight"
+        save_file(tensors | {name: np.roll(tensors[name], 1, 0)}, file, **how)
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", save)
+    assert export(directory, tmp_path / "out") == 4
+    assert "another log-probability" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_only_what_an_export_wrote_is_replaced(directory, tmp_path, capsys):
+    own, out = tmp_path / "own", tmp_path / "out"
+    own.mkdir()
+    (own / "file").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for target in (own, tmp_path / "file"):
+        assert export(directory, target, "--force") == 2
+    out.mkdir()  # an empty folder is free
+    assert export(directory, out) == 0
+    assert export(directory, out) == 2 and "--force" in capsys.readouterr().err
+    assert export(directory, out, "--force", "--dtype", "bfloat16") == 0
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    (out / "notes.txt").write_text("mine")
+    assert export(directory, out, "--force") == 2 and "notes.txt" in capsys.readouterr().err
+    assert (out / "notes.txt").read_text() == "mine" and (own / "file").read_text() == "mine"
+    (tmp_path / "new.tmp").mkdir()
+    assert export(directory, tmp_path / "new") == 2
+    assert (tmp_path / "new.tmp").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--step", "3"], 2, "no folder of a run"),
+        (["--merged"], 2, "has no adapter"),
+    ],
+)
+def test_what_is_refused(directory, tmp_path, capsys, arguments, code, message):
+    assert export(directory, tmp_path / "out", *arguments) == code
+    assert message in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_missing_model_is_refused(tmp_path, capsys):
+    assert export(tmp_path / "absent", tmp_path / "out") == 4
+    assert "no config.json there" in capsys.readouterr().err
+
+
+def test_weights_that_no_text_reaches_are_compared_too(tmp_path):
+    small = {"num_hidden_layers": 2, "duet": {"multi_token_prediction": {"depth": 1}}}
+    model = policy.create(sources.preset("tiny-deepseek", small), seed=3)
+    assert any(path.startswith("mtp.") for path in model.params)
+    policy.save(model, tmp_path)
+    assert reload.check_model(model, tmp_path, ROWS) == reload.Proof(0.0, 5)
+    file = tmp_path / "multi_token_prediction.safetensors"
+    file = file if file.exists() else tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "eh_proj" in name)
+    save_file(tensors | {name: tensors[name] + 1}, file)
+    with pytest.raises(reload.NotReloaded, match="mtp"):
+        reload.check_model(model, tmp_path, ROWS)
+
+
+def test_a_killed_export_leaves_a_folder_that_the_next_one_takes(directory, tmp_path):
+    unfinished = tmp_path / "out.tmp"
+    unfinished.mkdir()
+    (unfinished / "duet_export.json").write_text("{}\n")
+    shutil.copy(directory / "model.safetensors", unfinished)
+    assert export(directory, tmp_path / "out") == 0
+    assert not unfinished.exists()
