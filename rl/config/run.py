@@ -112,6 +112,12 @@ class RunOptions(Strict):
         description="local folder of the run; an existing run there is continued; null: "
         "runs/FILE-NUMBER, by the name of the configuration file and the first number that is free",
     )
+    remote: Annotated[str | None, HOME] = Field(
+        default=None,
+        description="remote folder that gets a copy of the run after each checkpoint, as "
+        "gs://bucket/run or any URL of fsspec; a start with an empty `dir` goes on from it "
+        "(docs/remote.md); null: none",
+    )
     checkpoint_every: int = Field(
         default=50, ge=0, description="steps between checkpoints; 0: only at the end of a stage"
     )

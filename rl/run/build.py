@@ -3,7 +3,7 @@ the tables of pictures, checkpoints and events."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -67,16 +67,25 @@ if TYPE_CHECKING:
 
 @contextmanager
 def run(
-    prepared: Prepared, folder: RunFolder, stop: StopSignal, timeline: Timeline
+    prepared: Prepared,
+    folder: RunFolder,
+    stop: StopSignal,
+    timeline: Timeline,
+    checkpoint_written: Callable[[], None] = lambda: None,
 ) -> Iterator[Run]:
     """Builds the objects that the stages share, or reads them from the newest checkpoint.
 
-    Closes checkpoints and events at the end.
+    checkpoint_written: called in the background after each checkpoint. Closes checkpoints and
+    events at the end.
     """
     config = prepared.config
     writing = partial(timeline.span, "writing a checkpoint", CHECKPOINTS)
     checkpoints = Checkpoints(
-        folder.path / CHECKPOINT_FOLDER, config.run.keep_checkpoints, writing, best.named_by
+        folder.path / CHECKPOINT_FOLDER,
+        config.run.keep_checkpoints,
+        writing,
+        best.named_by,
+        checkpoint_written,
     )
     with timeline.span("looking for a checkpoint"):
         saved = checkpoints.host()

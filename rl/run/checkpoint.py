@@ -69,6 +69,7 @@ class Checkpoints:
       writing: a context around every write in the background.
       needed: returns the numbers of further checkpoints that stay as long as a checkpoint with this
       host does.
+      written: called in the background when a checkpoint is complete, on the first process.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Checkpoints:
         keep: int,
         writing: Callable[[], AbstractContextManager] = contextlib.nullcontext,
         needed: Callable[[dict], Iterable[int]] = lambda host: (),
+        written: Callable[[], None] = lambda: None,
     ):
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least the newest checkpoint has to stay")
@@ -84,6 +86,7 @@ class Checkpoints:
         self.keep = keep
         self._writing = writing
         self._needed = needed
+        self._written = written
         self._damaged: set[str] = set()
         self._attempts: set[str] = (
             set()
@@ -233,6 +236,7 @@ class Checkpoints:
                 seal(temporary, content)
                 self._publish(temporary, content["number"])
                 self._rotate()
+            self._written()
         except Exception as error:
             try:
                 self._not_saved(content["number"], error)

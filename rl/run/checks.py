@@ -8,7 +8,6 @@ The checks are fast and import no jax. They run before anything is built, and fo
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from rl.data import models
 from rl.data import teacher as teachers
 from rl.data.hub import hub_name
 from rl.errors import DuetError, Fault, Key
+from rl.remote.urls import is_remote, problem_of, scheme_of
 from rl.stages import metric_names
 from rollout.types import SamplingParams
 
@@ -42,10 +42,9 @@ if TYPE_CHECKING:
     from rl.stages.stage import StageKind
 
 _BUILT_IN_TOKENIZERS = ("bytes", "characters")
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _NO_LOCAL_PATH = (
-    "{} is no local path, and a run directory is one; use a folder that all machines of the run "
-    "see, e.g. run.dir=runs/NAME, and copy it when the run has ended"
+    "{} is no local path, and a run directory is one; use a local folder, and `run.remote` for a "
+    "copy of the run elsewhere: {}"
 )
 
 
@@ -56,11 +55,16 @@ def faults(config: RunConfig) -> list[Fault]:
 
 def _faults(config: RunConfig) -> Iterator[Fault]:
     directory = config.run.dir
-    if directory is not None and _URL.match(directory):
-        yield Fault(_NO_LOCAL_PATH.format(directory), key=("run", "dir"))
+    if directory is not None and scheme_of(directory) is not None:
+        advice = f"run.dir=runs/NAME run.remote={directory}"
+        if not is_remote(directory):
+            advice = "run.dir=runs/NAME run.remote=gs://BUCKET/NAME"
+        yield Fault(_NO_LOCAL_PATH.format(directory, advice), key=("run", "dir"))
     elif directory is not None and Path(directory).exists() and not Path(directory).is_dir():
         yield Fault(f"{directory} exists and is not a directory", key=("run", "dir"))
     yield from _trackers(config)
+    if config.run.remote is not None and (problem := problem_of(config.run.remote)) is not None:
+        yield Fault(problem, key=("run", "remote"))
     yield from _model(config)
     yield from _features(config)
     yield from _quantization(config)

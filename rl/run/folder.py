@@ -21,6 +21,40 @@ from rl.run.resume.continued import check_same, continued, folder_state, saved
 from rl.run.unfinished import stop
 
 
+class FolderLock:
+    """Holds the lock of a run's directory while it is entered, and makes the directory."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._file: int | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._file is not None
+
+    def __enter__(self) -> FolderLock:
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path / stop.LOCK, os.O_CREAT | os.O_RDWR, 0o644)
+        except OSError as error:
+            room = f" ({disk_room(self._path)})" if no_room(error) else ""
+            raise ResourceError(
+                f"run.dir: cannot write to {self._path}: {error.strerror}{room}"
+            ) from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.__exit__()
+            raise ResourceError(stop.IN_USE.format(self._path)) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
 class RunFolder:
     """Holds the lock of a run's directory while it is entered, and writes config.yml.
 
@@ -33,13 +67,16 @@ class RunFolder:
     another configuration takes its place.
     """
 
-    def __init__(self, config: RunConfig, before: tuple | None = None):
+    def __init__(
+        self, config: RunConfig, before: tuple | None = None, lock: FolderLock | None = None
+    ):
         """before: what `folder_state` returned when the changes of the configuration were made;
-        None: it has not changed."""
+        None: it has not changed. lock: that of the directory, if the caller holds it."""
         self.path = config.directory
         self._config = config
         self._before = before
-        self._lock: int | None = None
+        self._own_lock = FolderLock(self.path)
+        self._lock = lock or self._own_lock
         self._aside: stop.StoppedAt | None = None  # the place of an export that `begin` moves aside
         self._begun = False
 
@@ -48,19 +85,8 @@ class RunFolder:
         return self
 
     def _take(self) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / stop.LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-        except OSError as error:
-            room = f" ({disk_room(self.path)})" if no_room(error) else ""
-            raise ResourceError(
-                f"run.dir: cannot write to {self.path}: {error.strerror}{room}"
-            ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._release()
-            raise ResourceError(stop.IN_USE.format(self.path)) from None
+        if not self._lock.is_held:
+            self._own_lock.__enter__()
         try:
             stop.withdraw(self.path)
             self._claim()
@@ -69,15 +95,10 @@ class RunFolder:
             raise
 
     def __exit__(self, *_) -> None:
-        if self._lock is not None:
+        if self._lock.is_held:
             with contextlib.suppress(OSError):
                 stop.withdraw(self.path)
-        self._release()
-
-    def _release(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._own_lock.__exit__()
 
     @property
     def finished(self) -> bool:

@@ -25,6 +25,7 @@ from rl.records.timeline import Timeline
 from rl.run import build
 from rl.run.folder import RunFolder
 from rl.run.health import devices
+from rl.run.mirror.mirrored import OpenMirror, mirrored
 from rl.run.prepare import Prepared
 from rl.run.resume.continued import folder_state
 from rl.run.signals import StopSignal
@@ -47,22 +48,27 @@ def run(config: RunConfig) -> int:
     `Interrupted` after SIGTERM or Ctrl-C, once the state is saved.
     """
     devices.check_and_show(config.platform)
+    with mirrored(config) as mirror:
+        _run(config, mirror)
+    return 0
+
+
+def _run(config: RunConfig, mirror: OpenMirror) -> None:
     state_before = folder_state(config.directory)
     with (
         prepared_run(config) as prepared,
-        RunFolder(prepared.config, state_before) as folder,
+        RunFolder(prepared.config, state_before, mirror.lock) as folder,
         StopSignal() as stop,
     ):
         if is_finished(folder):
-            return 0
+            return
         with (
             Manifest(folder.path) as manifest,
             reward_errors(),
             closing(Timeline(folder.path, config.profile)) as timeline,
-            build.run(prepared, folder, stop, timeline) as open_run,
+            build.run(prepared, folder, stop, timeline, mirror.checkpoint_written) as open_run,
         ):
             _run_stages(open_run, prepared, manifest)
-    return 0
 
 
 def _run_stages(run: Run, prepared: Prepared, manifest: Manifest) -> None:

@@ -1341,6 +1341,7 @@ def test_a_run_directory_that_is_no_local_path_is_refused_and_nothing_is_created
     assert train_main(["--check", "run.yml", f"run.dir={name}"]) == 2
     said = capsys.readouterr().err
     assert f"run.dir: {name} is no local path" in said and "run.dir=runs/NAME" in said
+    assert f"run.remote={'gs://BUCKET/NAME' if name.startswith('hf') else name}" in said
     assert train_main(["run.yml", f"run.dir={name}"]) == 2
     assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {
         "model",

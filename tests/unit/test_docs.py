@@ -62,6 +62,10 @@ NOT_RUN = {
     "rl-train configs/sft_then_grpo.yml configs/tiny.yml",
     "rl-train configs/quickstart.yml stages.1.steps=100 run.dir=runs/try",
     "rl-train runs/try",
+    "pip install 'duet-rl[gcs]'",  # test_mirror.py and test_remote_runs.py use remote folders
+    "gcloud auth application-default login",
+    "rl doctor --remote gs://my-bucket/runs/first",
+    "rl-train configs/quickstart.yml run.dir=runs/first run.remote=gs://my-bucket/runs/first",
     "rl-train configs/quickstart.yml run.dir=runs/first",
     "rl-train runs/first",
     "rl-train runs/first stages.0.steps=80 stages.0.optimizer.learning_rate=5e-6",

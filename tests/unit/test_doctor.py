@@ -110,3 +110,13 @@ def test_a_probe_that_can_learn():
 def test_a_probe_that_cannot_learn(totals, finish, faults, illness):
     said = result_of(totals, [finish] * 4, faults).check()
     assert [fault.name for fault in said] == [illness]
+
+
+def test_a_remote_folder_is_written_to_and_left_as_it_was(tmp_path):
+    good = doctor.remote(f"file://{tmp_path}/remote")
+    assert good.level == "note" and "can be written, read and listed" in good.text
+    assert list((tmp_path / "remote").iterdir()) == []
+    (tmp_path / "file").touch()
+    bad = doctor.remote(f"file://{tmp_path}/file/remote")
+    assert bad.level == "refuse" and "remote folder: " in doctor.line(bad)
+    assert "is no scheme that fsspec knows" in doctor.remote("s4://bucket/run").text

@@ -17,6 +17,7 @@ from pathlib import Path
 from rl.accounting import memory
 from rl.errors import Fault, Level
 from rl.records.manifest import versions
+from rl.remote.probe import writable
 
 GIB = 2**30
 DISK_GIB = 10.0
@@ -51,6 +52,19 @@ def machine(runs: Path, cache: Path | None) -> list[Fault]:
         ),
         *_secrets(),
     ]
+
+
+def remote(url: str) -> Fault:
+    """Tells whether a remote folder (`run.remote`) can be written to, by writing to it."""
+    result = writable(url)
+    if result.problem:
+        return Fault(
+            result.problem,
+            "See docs/remote.md for packages and credentials",
+            name="remote folder",
+        )
+    lock = "" if result.compares_generations else "; its lock is checked, not conditional"
+    return Fault(f"{url} can be written, read and listed{lock}", level="note", name="remote folder")
 
 
 def _versions() -> Iterator[Fault]:

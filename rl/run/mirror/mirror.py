@@ -105,11 +105,20 @@ class Mirror:
             raise RemoteError(text)
         _LOG.error("%s", text)
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether there is an upload to come, until the last one has been made."""
+        return self._thread.is_alive()
+
+    def begin_last_upload(self) -> None:
+        """Has everything uploaded that there is now. Nothing is uploaded after it."""
+        self._ending.set()
+        self._wake.set()
+
     def _finish(self) -> None:
         """Waits for the last upload. A signal to stop does not end the wait; the second Ctrl-C
         does."""
-        self._ending.set()
-        self._wake.set()
+        self.begin_last_upload()
         with StopSignal():
             self._thread.join(1.0)
             if self._thread.is_alive():

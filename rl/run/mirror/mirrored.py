@@ -1,0 +1,71 @@
+"""The mirror around a run, for all its processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from policy.mesh import processes
+from rl.cluster.launch import on_first
+from rl.config.run import RunConfig
+from rl.errors import Interrupted
+from rl.run.folder import FolderLock
+from rl.run.mirror.mirror import Mirror
+from rl.run.resume import best
+from rl.run.signals import StopSignal
+
+_LOOK_S = 0.5
+"""Seconds between two looks of the other processes at the last upload of the first one."""
+
+
+@dataclass(frozen=True)
+class OpenMirror:
+    """What a run needs of its mirror. checkpoint_written: to be called after a checkpoint. lock: of
+    the local folder, which the mirror holds in the first process; None: there is no mirror."""
+
+    checkpoint_written: Callable[[], None] = lambda: None
+    lock: FolderLock | None = None
+
+
+@contextmanager
+def mirrored(config: RunConfig) -> Iterator[OpenMirror]:
+    """Holds the local and the remote folder of a run (`run.remote`), after fetching what is newer in
+    the remote one. At the end all processes wait for the last upload.
+
+    Without a remote folder it does nothing. Raises what `Mirror` and `FolderLock` raise.
+    """
+    remote = config.run.remote
+    if remote is None:
+        yield OpenMirror()
+        return
+    mirrors: list[Mirror] = []
+    lock = FolderLock(config.directory)
+    with ExitStack() as stack:
+
+        def enter() -> None:
+            stack.enter_context(lock)
+            mirror = Mirror(remote, config.directory, config.run.keep_checkpoints, best.named_by)
+            mirrors.append(stack.enter_context(mirror))
+
+        on_first(enter)
+        written = mirrors[0].checkpoint_written if mirrors else lambda: None
+        try:
+            yield OpenMirror(written, lock)
+        except Interrupted:  # all processes raise it
+            _wait_together(mirrors)
+            raise
+        _wait_together(mirrors)
+
+
+def _wait_together(mirrors: list[Mirror]) -> None:
+    """Returns in all processes when the first one has made its last upload: one that ended earlier
+    would end the others."""
+    if processes.count() == 1:
+        return
+    for mirror in mirrors:
+        mirror.begin_last_upload()
+    with StopSignal():
+        while processes.broadcast(any(mirror.is_at_work for mirror in mirrors)):
+            time.sleep(_LOOK_S)
