@@ -60,6 +60,7 @@ ORDER = {
     ],
     "rollout": [
         "text",
+        "calls",
         "media",
         "types",
         "request",

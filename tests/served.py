@@ -4,10 +4,12 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import numpy as np
 import uvicorn
 
 import policy
@@ -15,7 +17,7 @@ from policy.huggingface import sources
 from rl.serve.app import application
 from rl.serve.service import ServerLimits, Service
 from rollout import Generator, GeneratorOptions
-from rollout.text.tokenizer import load_tokenizer
+from rollout.text.tokenizer import characters, load_tokenizer
 
 SMALL = {
     "vocab_size": 320,
@@ -66,13 +68,15 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(directory: Path, limits: ServerLimits = ServerLimits(), **options):
+def serving(
+    directory: Path, limits: ServerLimits = ServerLimits(), max_length: int = 128, **options
+):
     """Serves a model at a free port while the block lasts."""
     tokenizer = load_tokenizer(directory)
     settings = {"tokens_per_dispatch": 4, "prefill_chunk": 64, "batch_sizes": (1,)} | options
     generator = Generator(
         policy.load(directory),
-        max_length=128,
+        max_length=max_length,
         slots=4,
         tokenizer=tokenizer,
         options=GeneratorOptions(queue="arrival", **settings),
@@ -94,3 +98,41 @@ def serving(directory: Path, limits: ServerLimits = ServerLimits(), **options):
         server.should_exit = True
         thread.join()
         service.close()
+
+
+def save_writer(directory: Path, pieces: Sequence[str]) -> None:
+    """Writes a model that answers every chat with these pieces, which are tokens, and then ends its
+    turn. Each token has a row of its own in the head, which names the token after it."""
+    tokenizer = characters("".join(map(chr, range(32, 127))) + "\n")
+    tokenizer.add_tokens(list(pieces))
+    tokenizer.chat_template = WRITER_TEMPLATE
+    size = len(tokenizer)
+    sizes = SMALL | {"vocab_size": size, "hidden_size": size, "num_hidden_layers": 1}
+    config = sources.preset("qwen3-0.6b", sizes | {"tie_word_embeddings": False})
+    model = policy.create(config, seed=1)
+    ids = [tokenizer.convert_tokens_to_ids(piece) for piece in ("<|assistant|>", *pieces)]
+    head = np.zeros((size, size), np.float32)
+    head[ids, [*ids[1:], tokenizer.eos_token_id]] = 3.0
+    identity = np.eye(size, dtype=np.float32)
+    for path, array in model.params.items():
+        if path.endswith(("o_proj", "down_proj")):
+            model.params[path] = array * 0
+        elif path == "embed_tokens":
+            model.params[path] = array * 0 + identity
+        elif path == "lm_head":
+            model.params[path] = array * 0 + head.T
+    policy.save(model, directory)
+    tokenizer.save_pretrained(directory)
+
+
+WRITER_TEMPLATE = """\
+{%- for tool in tools or [] -%}{{- tool | tojson -}}{%- endfor -%}
+{%- for message in messages -%}
+{{- '<|' + ('user' if message.role == 'tool' else message.role) + '|>' + message.content -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '<tool_call>' + call.function.name + call.function.arguments.city + '</tool_call>' -}}
+{%- endfor -%}
+{{- '<|end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
+"""

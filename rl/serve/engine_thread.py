@@ -13,23 +13,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from rl.serve.errors import ApiError
 from rollout import Generator
 from rollout.request import Request
+from rollout.types import TokenScores
 
 
 @dataclass(frozen=True)
 class NewTokens:
     """What a step of the engine added to a request.
 
-    index: of the request in its job. tokens: the new ones. logprobs: one for each of them.
-    finish: "stop" or "length"; None: the request goes on.
+    index: of the request in its job. tokens: the new ones. finish: "stop" or "length"; None: the
+    request goes on. scores: those of the new tokens, if the request asks for them. prompt_scores:
+    those of the prompt, with the first tokens.
     """
 
     index: int
     tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
     finish: str | None
+    scores: TokenScores | None = None
+    prompt_scores: TokenScores | None = None
 
 
 class Job:
@@ -73,12 +78,24 @@ class Job:
 
     def _new(self, index: int, request: Request) -> NewTokens:
         start = self._sent[index]
-        verified = request.verified_tokens if self._exact else len(request.tokens)
-        end = len(request.tokens) if request.finish is not None else verified
-        self._sent[index] = max(start, end)
-        self._ended[index] = request.finish is not None
-        logprobs = tuple(request.logprobs[start:end])
-        return NewTokens(index, tuple(request.tokens[start:end]), logprobs, request.finish)
+        ended = request.finish is not None
+        end = max(start, len(request.tokens) if ended else self._verified(request))
+        self._sent[index] = end
+        self._ended[index] = ended
+        scores = prompt_scores = None
+        if end > start and request.params.top_logprobs is not None:
+            scores = _scores_of(request, start, end)
+        if end > 0 and start == 0:
+            prompt_scores = request.prompt_scores
+        tokens = tuple(request.tokens[start:end])
+        return NewTokens(index, tokens, request.finish, scores, prompt_scores)
+
+    def _verified(self, request: Request) -> int:
+        """Returns how many tokens of a running request stay as they are, with their scores."""
+        if not self._exact:
+            return len(request.tokens)
+        asks = (request.params.top_logprobs, request.params.prompt_logprobs) != (None, None)
+        return 0 if asks else request.verified_tokens
 
     def send(self, arrival: list[NewTokens] | ApiError) -> None:
         """Hands over updates or an error, from any thread."""
@@ -86,6 +103,15 @@ class Job:
             self._loop.call_soon_threadsafe(self._arrivals.put_nowait, arrival)
         except RuntimeError:  # the event loop has been closed, so nobody waits
             self._ended = [True] * len(self.requests)
+
+
+def _scores_of(request: Request, start: int, end: int) -> TokenScores:
+    """Returns the scores of some tokens of a completion."""
+    k = request.params.top_logprobs or 0
+    ids = np.asarray(request.top_ids[start:end], np.int32).reshape(end - start, -1)
+    logprobs = np.asarray(request.top_logprobs[start:end], np.float32).reshape(end - start, -1)
+    chosen = np.asarray(request.raw_logprobs[start:end], np.float32)
+    return TokenScores(chosen, ids[:, :k], logprobs[:, :k])
 
 
 class EngineThread:

@@ -12,15 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rl.serve.engine_thread import EngineThread, Job
+import numpy as np
+
+from rl.serve.engine_thread import EngineThread, Job, NewTokens
 from rl.serve.errors import ApiError, invalid
+from rl.serve.logprobs import TokenSpelling
 from rl.serve.metrics import RequestTimes, ServerMetrics
 from rl.serve.sampling import Bounds
 from rl.serve.texts import TextStream
 from rollout import Generator
 from rollout.generator import EncodedPrompt
 from rollout.text.interface import Tokenizer
-from rollout.types import SamplingParams
+from rollout.types import SamplingParams, TokenScores
 
 T = TypeVar("T")
 
@@ -40,15 +43,26 @@ class ServerLimits:
 class TextUpdate:
     """What is new of one completion of a request.
 
-    index: of the completion. text: may be empty while tokens are held back. finish: "stop" or
-    "length"; None: it goes on.
+    text: may be empty while tokens are held back. new: the tokens, with their scores.
     """
 
-    index: int
     text: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish: str | None
+    new: NewTokens
+
+    @property
+    def index(self) -> int:
+        """Returns the number of the completion."""
+        return self.new.index
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Returns the new tokens."""
+        return self.new.tokens
+
+    @property
+    def finish(self) -> str | None:
+        """Returns "stop" or "length"; None: the completion goes on."""
+        return self.new.finish
 
 
 class Service:
@@ -77,6 +91,7 @@ class Service:
         self.metrics = ServerMetrics()
         # A tokenizer of each thread: one that is used by two at a time may fail.
         self.tokenizer = copy.deepcopy(tokenizer)
+        self.spelling = TokenSpelling(self.tokenizer)
         self._encoder = copy.deepcopy(tokenizer)
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         self._completions = 0
@@ -137,10 +152,16 @@ class Service:
         return left if requested is None else requested
 
     def generation(
-        self, prompts: Sequence[EncodedPrompt], params: SamplingParams, draw: int
+        self,
+        prompts: Sequence[EncodedPrompt],
+        params: SamplingParams,
+        draw: int,
+        *,
+        special: bool = False,
     ) -> Generation:
         """Returns the completions of prompts, `params.n` of each, before they start. draw: the
-        number that their draws are seeded with. Raises ApiError if the queue is full."""
+        number that their draws are seeded with. special: special tokens are a part of the texts.
+        Raises ApiError if the queue is full."""
         count = len(prompts) * params.n
         if count > self._slots + self.limits.queue:
             most = self._slots + self.limits.queue
@@ -152,7 +173,7 @@ class Service:
         requests = [
             prompt.request(params, draw, sample) for prompt in prompts for sample in range(params.n)
         ]
-        return Generation(self, Job(requests, exact=self._exact))
+        return Generation(self, Job(requests, exact=self._exact), special)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -208,7 +229,7 @@ class Generation:
                     times.add(len(new.tokens))
                     ended = new.finish is not None
                     text = self.streams[new.index].add(new.tokens, ended=ended)
-                    yield TextUpdate(new.index, text, new.tokens, new.logprobs, new.finish)
+                    yield TextUpdate(text, new)
         times.end()
 
     async def completions(self) -> list[TextUpdate]:
@@ -221,13 +242,20 @@ class Generation:
 
 def _joined(updates: Sequence[TextUpdate]) -> TextUpdate:
     """Returns the updates of a completion as one."""
-    return TextUpdate(
-        updates[0].index,
-        "".join(update.text for update in updates),
-        tuple(token for update in updates for token in update.tokens),
-        tuple(number for update in updates for number in update.logprobs),
-        updates[-1].finish,
-    )
+    news = [update.new for update in updates]
+    scored = [new.scores for new in news if new.scores is not None]
+    scores = None
+    if scored:
+        scores = TokenScores(
+            np.concatenate([each.logprobs for each in scored]),
+            np.concatenate([each.top_ids for each in scored]),
+            np.concatenate([each.top_logprobs for each in scored]),
+        )
+    tokens = tuple(token for new in news for token in new.tokens)
+    text = "".join(update.text for update in updates)
+    prompt_scores = next((new.prompt_scores for new in news if new.prompt_scores), None)
+    new = NewTokens(news[0].index, tokens, news[-1].finish, scores, prompt_scores)
+    return TextUpdate(text, new)
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

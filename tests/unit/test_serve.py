@@ -2,14 +2,19 @@
 
 import concurrent.futures
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import httpx
+import numpy as np
 import openai
 import pytest
+import scipy.special
 from served import KEY, save_model, serving
 
 import policy
@@ -402,3 +407,119 @@ def test_metrics_count_requests_and_tokens(server):
         assert after[name] - before.get(name, 0) == more
     assert after["duet_requests_running"] == 0
     assert after["duet_time_to_first_token_seconds_count"] > 0
+
+
+def raw_logprobs(directory, ids):
+    """float32[T, V] of log softmax(logits), computed with the model itself."""
+    model = policy.load(directory)
+    logits = np.asarray(model.logits(np.asarray([ids], np.int32)))[0].astype(np.float64)
+    return logits - scipy.special.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def test_logprobs_of_a_chat_are_raw_and_name_the_likeliest(client, directory):
+    answer = client.chat.completions.create(
+        **(CHAT | {"max_tokens": 6}),
+        seed=3,
+        temperature=0.5,
+        logprobs=True,
+        top_logprobs=20,
+        extra_body={"return_token_ids": True},
+    )
+    [choice] = answer.choices
+    ids = choice.token_ids
+    prompt = answer.prompt_token_ids
+    expected = raw_logprobs(directory, [*prompt, *ids])[len(prompt) - 1 :]
+    assert len(choice.logprobs.content) == len(ids)
+    for entry, token, row in zip(choice.logprobs.content, ids, expected, strict=False):
+        assert entry.logprob == pytest.approx(row[token], abs=1e-4)
+        assert [each.logprob for each in entry.top_logprobs] == pytest.approx(
+            sorted(row)[::-1][:20], abs=1e-4
+        )
+    spelled = b"".join(bytes(each.bytes) for each in choice.logprobs.content)
+    assert spelled.decode("utf-8", "replace").startswith(choice.message.content)
+
+
+def test_a_stream_has_the_same_logprobs(client):
+    question = CHAT | {"max_tokens": 9, "seed": 3, "logprobs": True, "top_logprobs": 2}
+    [complete] = client.chat.completions.create(**question).choices
+    streamed = [
+        entry
+        for chunk in client.chat.completions.create(**question, stream=True)
+        for entry in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else ())
+    ]
+    assert streamed == complete.logprobs.content
+
+
+def test_echo_scores_prompts_as_lm_eval_posts_them(client, server, directory):
+    prompts = [[70, 71, 72, 73, 80], [90, 91, 92]]
+    body = {
+        "model": "tiny",
+        "prompt": prompts,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    answer = server.post("/v1/completions", body).json()
+    for choice, prompt in zip(answer["choices"], prompts, strict=True):
+        logprobs = choice["logprobs"]
+        expected = raw_logprobs(directory, prompt)
+        assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
+        assert len(logprobs["token_logprobs"]) == len(prompt) + 1
+        for place in range(1, len(prompt)):
+            row = expected[place - 1]
+            number = logprobs["token_logprobs"][place]
+            top = logprobs["top_logprobs"][place]
+            assert number == pytest.approx(row[prompt[place]], abs=1e-4)
+            assert max(top.values()) == pytest.approx(row.max(), abs=1e-4)
+            assert number in top.values()
+            assert (number == max(top.values())) == (row.argmax() == prompt[place])
+        # The last one is the token that was sampled greedily.
+        assert logprobs["token_logprobs"][-1] == max(logprobs["top_logprobs"][-1].values())
+        text = load_tokenizer("bytes").decode(prompt)
+        assert choice["text"].startswith(text)
+        assert logprobs["text_offset"][:3] == [0, 1, 2]
+
+
+def test_a_prompt_may_be_scored_alone_and_streamed(client):
+    question = {"model": "tiny", "prompt": "abc", "logprobs": 2, "echo": True}
+    [alone] = client.completions.create(**question, max_tokens=0).choices
+    assert alone.text == "abc"
+    assert len(alone.logprobs.tokens) == 3
+    [complete] = client.completions.create(**question, max_tokens=7, seed=1).choices
+    parts = [
+        chunk.choices[0]
+        for chunk in client.completions.create(**question, max_tokens=7, seed=1, stream=True)
+    ]
+    assert "".join(part.text for part in parts) == complete.text
+    assert complete.text.startswith("abc")
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        assert [each for part in parts for each in getattr(part.logprobs, name)] == getattr(
+            complete.logprobs, name
+        )
+    assert complete.logprobs.token_logprobs[:3] == alone.logprobs.token_logprobs
+
+
+@pytest.mark.parametrize("major", (2, 3))
+def test_both_majors_of_the_client_are_understood(server, major):
+    """OPENAI_2 names a folder with openai 2, which other packages still ask for."""
+    folder = os.environ.get("OPENAI_2") if major == 2 else ""
+    if folder is None:
+        pytest.skip("OPENAI_2 names no folder with openai 2")
+    path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    script = Path(__file__).resolve().parents[1] / "openai_client.py"
+    done = subprocess.run(
+        [sys.executable, str(script), server.url, KEY],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    got = json.loads(done.stdout)
+    assert got["version"].startswith(f"{major}.")
+    assert got["models"] == ["tiny"]
+    assert got["text"] == got["streamed"]
+    assert got["logprobs"] == got["tokens"] > 0
+    assert got["legacy"] and got["error"] == "n"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -13,10 +14,13 @@ from starlette.responses import JSONResponse, Response
 
 from rl.serve.bodies import Fields, read_json
 from rl.serve.errors import invalid
+from rl.serve.logprobs import chat_logprobs
 from rl.serve.protocol.conversations import Message, check_messages, encode_messages
 from rl.serve.protocol.sse import openai_events, while_connected
+from rl.serve.protocol.tools import CallReading, Reply, Said, ToolDefinition, reply_format
 from rl.serve.sampling import SamplingFields, draw_number
 from rl.serve.service import Generation, Service, TextUpdate, usage
+from rollout.types import MOST_TOP_LOGPROBS
 
 IGNORED = frozenset(
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
@@ -66,18 +70,29 @@ class ChatBody(SamplingFields):
         "add_special_tokens": (False,),
         "echo": (False,),
         "response_format": ({"type": "text"},),
-        "logprobs": (False,),
-        "top_logprobs": (0,),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
     }
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = {}
     return_token_ids: bool = False
+    tools: list[ToolDefinition] = Field([], max_length=128)
+    tool_choice: Literal["none", "auto"] = "auto"
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Returns the tools that the model may call, as chat templates read them."""
+        return [tool.shown for tool in self.tools] if self.tool_choice == "auto" else []
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Returns the variables of the chat template."""
+        tools = {"tools": self.callable_tools} if self.callable_tools else {}
+        return self.chat_template_kwargs | tools
 
 
 async def chat_completions(request: Request) -> Response:
@@ -86,15 +101,25 @@ async def chat_completions(request: Request) -> Response:
     body = ChatBody.read(await read_json(request, service.limits.body))
     service.check_model(body.model)
     check_messages(body.messages)
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "needs `logprobs: true`")
     _check_variables(body.chat_template_kwargs)
-    prompt = await service.with_tokenizer(
-        lambda tokenizer: encode_messages(tokenizer, body.messages, body.chat_template_kwargs)
+    tools = body.callable_tools
+    template = await service.with_tokenizer(reply_format) if tools else None
+    rendered = await service.with_tokenizer(
+        lambda tokenizer: encode_messages(tokenizer, body.messages, body.template_variables)
     )
+    reading = CallReading(template, rendered.prefix, tools) if template is not None else None
     requested = body.max_completion_tokens or body.max_tokens
-    most = service.max_tokens([prompt], requested, "messages")
+    prompts = [rendered.prompt]
+    most = service.max_tokens(prompts, requested, "messages")
     params = body.params(service.bounds, most)
-    generation = service.generation([prompt], params, draw_number(body.seed))
-    answer = _ChatAnswer(service, body, generation)
+    if body.logprobs:
+        params = replace(params, top_logprobs=body.top_logprobs)
+    draw = draw_number(body.seed)
+    generation = service.generation(prompts, params, draw, special=reading is not None)
+    replies = [reading.reply() if reading else Reply() for _ in range(params.n)]
+    answer = _ChatAnswer(service, body, generation, replies)
     if body.stream:
         return openai_events(answer.events())
     return JSONResponse(await while_connected(request, answer.body()))
@@ -111,9 +136,13 @@ def _check_variables(variables: dict[str, Any]) -> None:
 class _ChatAnswer:
     """The answer to a request, at once or in events."""
 
-    def __init__(self, service: Service, body: ChatBody, generation: Generation):
+    def __init__(
+        self, service: Service, body: ChatBody, generation: Generation, replies: Sequence[Reply]
+    ):
         self._body = body
         self._generation = generation
+        self._replies = replies
+        self._spelling = service.spelling
         self._common = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -135,13 +164,25 @@ class _ChatAnswer:
         return answer
 
     def _choice(self, completion: TextUpdate) -> dict[str, Any]:
+        reply = self._replies[completion.index]
+        reply.add(completion.text, completion.finish)
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.tool_calls:
+            message["tool_calls"] = reply.tool_calls
         choice: dict[str, Any] = {
             "index": completion.index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
-            "logprobs": None,
-            "finish_reason": completion.finish,
+            "message": message,
+            "logprobs": self._logprobs(completion),
+            "finish_reason": reply.finish_reason(completion.finish),
         }
         return choice | self._token_ids(completion)
+
+    def _logprobs(self, update: TextUpdate) -> dict[str, Any] | None:
+        if update.new.scores is None:
+            return None
+        return chat_logprobs(self._spelling, update.tokens, update.new.scores)
 
     def _token_ids(self, update: TextUpdate) -> dict[str, Any]:
         return {"token_ids": list(update.tokens)} if self._body.return_token_ids else {}
@@ -157,14 +198,31 @@ class _ChatAnswer:
         tokens = 0
         async for update in self._generation.updates():
             tokens += len(update.tokens)
-            delta = {"content": update.text} if update.text else {}
-            if delta or update.finish or self._body.return_token_ids:
-                event = self._event(update.index, delta, update.finish)
-                event["choices"][0] |= self._token_ids(update)
+            for event in self._events_of(update):
                 yield event
         if self._body.stream_options.include_usage:
             counts = usage(self._generation.prompt_tokens, tokens)
             yield self._chunk([]) | {"usage": counts}
+
+    def _events_of(self, update: TextUpdate) -> list[dict[str, Any]]:
+        """Returns an event for each new part of a completion, the last one with its tokens and its
+        end."""
+        reply = self._replies[update.index]
+        before = reply.calls
+        deltas = []
+        for part in reply.add(update.text, update.finish):
+            deltas.append(_delta(part, before))
+            before += part.call is not None
+        shows_tokens = self._body.return_token_ids or self._body.logprobs
+        if not deltas and (update.finish or shows_tokens):
+            deltas.append({})
+        events = [self._event(update.index, delta, None) for delta in deltas]
+        if events:
+            choice = events[-1]["choices"][0]
+            choice["finish_reason"] = reply.finish_reason(update.finish)
+            choice["logprobs"] = self._logprobs(update)
+            choice |= self._token_ids(update)
+        return events
 
     def _event(self, index: int, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish}
@@ -175,3 +233,13 @@ class _ChatAnswer:
         if self._body.stream_options.include_usage:
             chunk["usage"] = None
         return chunk
+
+
+def _delta(part: Said, number: int) -> dict[str, Any]:
+    """Returns a part of a reply as the `delta` of an event. number: that of the call, if it is
+    one."""
+    if part.call is not None:
+        return {"tool_calls": [{"index": number, **part.call}]}
+    if part.reasoning is not None:
+        return {"reasoning_content": part.reasoning}
+    return {"content": part.content}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -13,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from rl.serve.bodies import read_json
 from rl.serve.errors import invalid
+from rl.serve.logprobs import LegacyLogprobs
 from rl.serve.protocol.chat import IGNORED, NEUTRAL, StreamOptions
 from rl.serve.protocol.sse import openai_events, while_connected
 from rl.serve.sampling import SamplingFields, draw_number
@@ -20,6 +22,7 @@ from rl.serve.service import Generation, Service, TextUpdate, usage
 from rollout.generator import EncodedPrompt
 from rollout.text.chat import render_prompt
 from rollout.text.interface import Tokenizer
+from rollout.types import MOST_TOP_LOGPROBS
 
 Ids = Annotated[list[int], Field(min_length=1)]
 
@@ -32,11 +35,11 @@ class CompletionBody(SamplingFields):
         "suffix": ("",),
         "add_special_tokens": (True,),
         "response_format": ({"type": "text"},),
-        "echo": (False,),
-        "logprobs": (),
     }
     prompt: str | Ids | list[str] | list[Ids]
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
@@ -60,8 +63,12 @@ async def completions(request: Request) -> Response:
     prompts = await service.with_tokenizer(
         lambda tokenizer: [_encoded(tokenizer, prompt) for prompt in body.prompts]
     )
-    most = service.max_tokens(prompts, body.max_tokens, "prompt")
+    if not body.max_tokens and not body.echo:
+        raise invalid("max_tokens", "must be at least 1 without `echo`")
+    most = service.max_tokens(prompts, max(1, body.max_tokens), "prompt")
     params = body.params(service.bounds, most)
+    scored = body.logprobs if body.echo else None
+    params = replace(params, top_logprobs=body.logprobs, prompt_logprobs=scored)
     generation = service.generation(prompts, params, draw_number(body.seed))
     answer = _CompletionAnswer(service, body, generation)
     if body.stream:
@@ -78,6 +85,7 @@ class _CompletionAnswer:
     """The answer to a request, at once or in events."""
 
     def __init__(self, service: Service, body: CompletionBody, generation: Generation):
+        self._service = service
         self._body = body
         self._generation = generation
         self._common = {
@@ -86,40 +94,63 @@ class _CompletionAnswer:
             "created": int(time.time()),
             "model": service.name,
         }
+        count = len(generation.job.requests)
+        self._logprobs = [LegacyLogprobs(service.spelling) for _ in range(count)]
+        self._started: set[int] = set()
+        self._tokens = 0
 
     async def body(self) -> dict[str, Any]:
         """Returns the answer, once all completions have ended."""
-        texts = await self._generation.completions()
-        tokens = sum(len(each.tokens) for each in texts)
-        counts = usage(self._generation.prompt_tokens, tokens)
-        choices = [self._choice(each, first=True) for each in texts]
+        choices = [self._choice(each) for each in await self._generation.completions()]
+        counts = usage(self._generation.prompt_tokens, self._tokens)
         return {**self._common, "choices": choices, "usage": counts}
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yields the answer in pieces."""
-        tokens = 0
-        started: set[int] = set()
+        shows_tokens = self._body.return_token_ids or self._body.logprobs is not None
         async for update in self._generation.updates():
-            tokens += len(update.tokens)
-            if update.text or update.finish or self._body.return_token_ids:
-                yield self._chunk([self._choice(update, first=update.index not in started)])
-                started.add(update.index)
+            starts = update.index not in self._started and self._body.echo
+            if update.text or update.finish or shows_tokens or starts:
+                yield self._chunk([self._choice(update)])
+            else:
+                self._tokens += len(update.tokens)
         if self._body.stream_options.include_usage:
-            counts = usage(self._generation.prompt_tokens, tokens)
+            counts = usage(self._generation.prompt_tokens, self._tokens)
             yield self._chunk([]) | {"usage": counts}
 
-    def _choice(self, update: TextUpdate, *, first: bool) -> dict[str, Any]:
+    def _choice(self, update: TextUpdate) -> dict[str, Any]:
+        """Returns what is new of a completion, with the prompt in front of its beginning if it is
+        echoed. Without `max_tokens` the prompt is all."""
+        text, tokens = update.text, update.tokens
+        logprobs = self._logprobs[update.index]
+        first = update.index not in self._started
+        self._started.add(update.index)
+        prompt = self._generation.prompt_ids(update.index)
+        if not self._body.max_tokens:
+            text, tokens = "", ()
+        if first and self._body.echo:
+            text = self._echoed(update.index, prompt) + text
+            if update.new.prompt_scores is not None:
+                logprobs.add(prompt, update.new.prompt_scores)
+        if tokens and update.new.scores is not None:
+            logprobs.add(tokens, update.new.scores)
+        self._tokens += len(tokens)
         choice: dict[str, Any] = {
             "index": update.index,
-            "text": update.text,
-            "logprobs": None,
-            "finish_reason": update.finish,
+            "text": text,
+            "logprobs": None if self._body.logprobs is None else logprobs.take(),
+            "finish_reason": "length" if not self._body.max_tokens else update.finish,
         }
         if self._body.return_token_ids:
-            choice["token_ids"] = list(update.tokens)
+            choice["token_ids"] = list(tokens)
             if first:
-                choice["prompt_token_ids"] = self._generation.prompt_ids(update.index)
+                choice["prompt_token_ids"] = prompt
         return choice
+
+    def _echoed(self, index: int, prompt: list[int]) -> str:
+        """Returns the text of a prompt: as the client wrote it, or that of its tokens."""
+        written = self._body.prompts[index // self._body.n]
+        return written if isinstance(written, str) else self._service.tokenizer.decode(prompt)
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._common, "choices": choices}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -11,7 +13,7 @@ from pydantic import Field
 from rl.serve.bodies import Fields
 from rl.serve.errors import invalid
 from rollout.generator import EncodedPrompt
-from rollout.text.chat import ChatError, render_prompt, with_variables
+from rollout.text.chat import ChatError, render_prompt, render_text, with_variables
 from rollout.text.interface import Tokenizer
 
 
@@ -93,21 +95,36 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
+@dataclass(frozen=True)
+class RenderedPrompt:
+    """A prompt, and what it has already written of the reply (`<think>`, for instance)."""
+
+    prompt: EncodedPrompt
+    prefix: str
+
+
 def encode_messages(
     tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
-) -> EncodedPrompt:
+) -> RenderedPrompt:
     """Returns the prompt that the chat template writes for messages. variables: those of the
     template besides the messages. Raises ChatError if the template refuses them."""
     shown = [for_template(message, tokenizer) for message in messages]
     if variables:
         tokenizer = with_variables(tokenizer, **variables)
     try:
-        return EncodedPrompt(tuple(render_prompt(tokenizer, shown)))
+        return _rendered(tokenizer, shown)
     except ChatError:
         texts = _with_arguments_as_texts(shown)
         if texts == shown:
             raise
-    return EncodedPrompt(tuple(render_prompt(tokenizer, texts)))
+    return _rendered(tokenizer, texts)
+
+
+def _rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> RenderedPrompt:
+    ids = render_prompt(tokenizer, messages)
+    text = render_text(tokenizer, messages, True)
+    common = commonprefix([text, render_text(tokenizer, messages, False)])
+    return RenderedPrompt(EncodedPrompt(tuple(ids)), text[len(common) :])
 
 
 def _with_arguments_as_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ def _tokenized(tokenizer: Tokenizer, body: TokenizeBody) -> dict[str, Any]:
     if body.prompt is not None:
         ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     else:
-        ids = list(encode_messages(tokenizer, body.messages or (), {}).tokens)
+        ids = list(encode_messages(tokenizer, body.messages or (), {}).prompt.tokens)
     strings = [tokenizer.convert_ids_to_tokens(token) for token in ids]
     shown = {"token_strs": strings} if body.return_token_strs else {}
     return {"tokens": ids, "count": len(ids), **shown}

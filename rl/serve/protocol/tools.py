@@ -1,0 +1,130 @@
+"""Tools of a chat: their definitions, and the calls in a reply."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rl.serve.bodies import Fields
+from rl.serve.errors import invalid
+from rollout.calls.formats import ResponseTemplate, response_template
+from rollout.calls.replies import Call, ReplyReader, ReplyText
+from rollout.text.interface import Tokenizer
+
+
+class Function(Fields):
+    """What a tool does, and the JSON schema of its arguments."""
+
+    name: str = Field(pattern=r"^[\w.-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] = {"type": "object", "properties": {}}
+    strict: Literal[False] = False
+
+
+class ToolDefinition(Fields):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """Returns the tool as chat templates read it."""
+        return {"type": "function", "function": self.function.model_dump(exclude={"strict"})}
+
+
+def reply_format(tokenizer: Tokenizer) -> ResponseTemplate:
+    """Returns how the model writes calls. Raises ApiError if that is unknown."""
+    template = response_template(tokenizer)
+    if template is None:
+        message = "the chat template of this model has no calls of tools in a format that is known"
+        raise invalid("tools", message, "unsupported_parameter")
+    return template
+
+
+@dataclass(frozen=True)
+class Said:
+    """A part of an answer: content, reasoning, or a call as OpenAI has it. Two are None."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    call: Mapping[str, Any] | None = None
+
+
+@dataclass
+class Reply:
+    """Turns the text of one completion into the parts of an answer.
+
+    reader: None where nothing can be called, and the text is the content. calls: how many there
+    are by now.
+    """
+
+    reader: ReplyReader | None = None
+    calls: int = 0
+    parts: list[Said] = field(default_factory=list)
+
+    def add(self, text: str, finish: str | None) -> list[Said]:
+        """Returns the parts that a piece of text completes. finish: how the completion ended; None:
+        it goes on."""
+        if self.reader is None:
+            new = [Said(content=text)] if text else []
+        else:
+            new = list(map(self._said, self.reader.feed(text)))
+            if finish is not None:
+                new += map(self._said, self.reader.finish(stopped=finish == "stop"))
+        self.parts += new
+        return new
+
+    def _said(self, part: ReplyText | Call) -> Said:
+        if isinstance(part, ReplyText):
+            return Said(reasoning=part.text) if part.reasoning else Said(content=part.text)
+        if part.status in ("not_json", "unclosed", "no_name") or part.name is None:
+            return Said(content=part.text)  # the client sees what the model tried
+        self.calls += 1
+        arguments = json.dumps(part.arguments, ensure_ascii=False)
+        function = {"name": part.name, "arguments": arguments}
+        identity = f"call_{secrets.token_hex(12)}"
+        return Said(call={"id": identity, "type": "function", "function": function})
+
+    def finish_reason(self, finish: str | None) -> str | None:
+        """Returns how the completion ended, in the words of OpenAI."""
+        return "tool_calls" if finish == "stop" and self.calls else finish
+
+    @property
+    def content(self) -> str | None:
+        """Returns the content; None where there are only calls."""
+        text = _joined(part.content for part in self.parts)
+        return None if not text and self.calls else text
+
+    @property
+    def reasoning(self) -> str:
+        """Returns the reasoning."""
+        return _joined(part.reasoning for part in self.parts)
+
+    @property
+    def tool_calls(self) -> list[Mapping[str, Any]]:
+        """Returns the calls."""
+        return [part.call for part in self.parts if part.call is not None]
+
+
+def _joined(texts: Iterable[str | None]) -> str:
+    return "".join(text for text in texts if text is not None)
+
+
+@dataclass(frozen=True)
+class CallReading:
+    """How the replies to a request are read. prefix: what the prompt has already written of the
+    reply."""
+
+    template: ResponseTemplate
+    prefix: str
+    tools: Sequence[Mapping[str, Any]]
+
+    def reply(self) -> Reply:
+        """Returns the reader of a completion."""
+        return Reply(ReplyReader(self.template, self.prefix, self.tools))
