@@ -54,6 +54,7 @@ ORDER = {
         "files",
         "registry",
         "plugins",
+        "foreign",
         "workers",
         "runner",
         "check",

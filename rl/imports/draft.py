@@ -12,6 +12,7 @@ from rewards.suggest import nearest
 from rl.imports.given import Given, Word
 from rl.imports.rules import (
     UNSET,
+    Change,
     Copy,
     Joint,
     Leave,
@@ -204,11 +205,12 @@ class Draft:
             self._refuse_unresolved(key, word)
         elif isinstance(rule, Copy):
             self._copy(key, rule)
+        elif isinstance(rule, Refuse | Change) and is_neutral(word.value, rule):
+            self.same(key)
         elif isinstance(rule, Refuse):
-            if is_neutral(word.value, rule):
-                self.same(key)
-            else:
-                self.refuse(key, why=reason(key, rule))
+            self.refuse(key, why=reason(key, rule))
+        elif isinstance(rule, Change):
+            self.change(key, note=rule.note)
         elif self.value(key) is None or self.value(key) == rule.default:
             self.same(key)
         else:

@@ -54,19 +54,29 @@ class Refuse:
 
 
 @dataclass(frozen=True)
+class Change:
+    """No key of Duet, which does something else: `note` says what. `neutral`: values with which it
+    does the same."""
+
+    note: str
+    neutral: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
 class Joint:
     """The code of the framework reads it, together with others. default: of the framework."""
 
     default: Any = UNSET
 
 
-Rule = Copy | Leave | Refuse | Joint
+Rule = Copy | Leave | Refuse | Change | Joint
 Table = Mapping[str, Rule]
 """Name -> rule. `*` in a name stands for any text; names without it are looked up first."""
 
 SPEED = Leave("it changes speed and memory, and no result")
 LOGS = Leave("it changes what is logged, and no result")
 CHECKPOINTS = Leave("Duet keeps checkpoints of weights, optimizer and progress in run.dir")
+SHUFFLED = Change("Duet takes all rows in shuffled order", (True, None))
 OFF: tuple[Any, ...] = (None, False, 0, "", "none", "None")
 """Values that switch something off."""
 
@@ -91,7 +101,7 @@ def reason(key: str, rule: Leave | Refuse) -> str:
     return rule.reason or ABSENT[key.rpartition(".")[2]]
 
 
-def is_neutral(value: Any, rule: Refuse) -> bool:
+def is_neutral(value: Any, rule: Refuse | Change) -> bool:
     """Tells whether a value changes nothing, so that leaving it out is right."""
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in rule.neutral

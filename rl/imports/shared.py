@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
 from rl.imports.draft import Draft
@@ -13,6 +14,10 @@ STAGE = "stages.0"
 ALGORITHM = f"{STAGE}.algorithm"
 OPTIMIZER = f"{STAGE}.optimizer"
 SAMPLING = f"{STAGE}.sampling"
+NO_K1 = (
+    "k1 is no loss: the expectation of its gradient is zero; k3 is written, and k2 has the gradient "
+    "of the KL divergence"
+)
 PROMPT_TOKENS = 512
 """Room for a prompt where the other framework sets no limit."""
 
@@ -97,8 +102,23 @@ def put_data(
         if split:
             draft.put(f"{section}.split", split, key)
         return
-    entries = [{"path": path, **({"split": split} if split else {})} for path in paths]
+    names = names_of(paths)
+    entries = [
+        {"path": path, "name": name, **({"split": split} if split else {})}
+        for path, name in zip(paths, names, strict=True)
+    ]
     draft.put(section, entries, key)
+
+
+def names_of(paths: Sequence[str]) -> list[str]:
+    """Returns a name for each of several datasets: the part of the path in which they differ."""
+    names = [re.sub(r"[^\w.-]", "_", PurePosixPath(path).stem) for path in paths]
+    if len(set(names)) < len(names):
+        parents = [re.sub(r"[^\w.-]", "_", PurePosixPath(path).parent.name) for path in paths]
+        names = [f"{parent}_{name}" for parent, name in zip(parents, names, strict=True)]
+    if len(set(names)) < len(names):
+        names = [f"{name}_{number}" for number, name in enumerate(names)]
+    return names
 
 
 def put_rewards(draft: Draft, functions: list[dict[str, Any]], *keys: str, note: str = "") -> None:

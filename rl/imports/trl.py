@@ -24,7 +24,7 @@ from rl.imports.shared import (
     put_steps,
     put_warmup,
 )
-from rl.imports.trl_keys import DPO_LOSSES, LOSSES, TABLES
+from rl.imports.tables.trl import DPO_LOSSES, LOSSES, TABLES
 
 NAME = "TRL 1.16"
 SYNTAX = Syntax(

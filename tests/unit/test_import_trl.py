@@ -11,7 +11,7 @@ from rl.imports import trl as importer
 from rl.imports.draft import Draft
 from rl.imports.given import Given, Word
 from rl.imports.rules import UNSET, Copy, Joint, rule_of
-from rl.imports.trl_keys import TABLES
+from rl.imports.tables.trl import TABLES
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "imports" / "trl"
 CONFIGS = {

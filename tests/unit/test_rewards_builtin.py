@@ -9,6 +9,7 @@ from rewards import RewardError, text_of
 from rewards.math import math
 from rewards.numeric_answer import numeric_answer
 from rewards.registry import check
+from rewards.runner import Runner, RunnerOptions
 from rewards.soft_overlong import soft_overlong
 from rewards.text import answer_span, boxed
 
@@ -167,3 +168,35 @@ def test_answers_are_the_last_ones():
     assert boxed("\\boxed{1} \\boxed{\\frac{2}{3}}") == "\\frac{2}{3}"
     assert boxed("\\boxed{1} \\boxed{2") == ""
     assert boxed("no box") is None
+
+
+VERL = "rewards.foreign.verl:compute_score"
+VERL_SCORE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, strict=False):
+    right = float(solution_str == ground_truth)
+    return {"score": right, "acc": bool(right), "of": f"{data_source} {extra_info} {strict}"}
+
+
+async def later(data_source, solution_str, ground_truth, extra_info):
+    return len(solution_str)
+"""
+
+
+def test_a_function_of_verl_gets_its_arguments(tmp_path):
+    (tmp_path / "my_score.py").write_text(VERL_SCORE)
+    columns = {
+        "data_source": ["gsm8k", "gsm8k"],
+        "reward_model": [{"ground_truth": "4"}, {"ground_truth": "5"}],
+        "extra_info": [{"index": 0}, {"index": 1}],
+    }
+    options = {"score": f"{tmp_path}/my_score.py:compute_score", "options": {"strict": True}}
+    with Runner(RunnerOptions(((VERL, 1.0, options),), workers=1, timeout_s=30.0)) as runner:
+        scores = runner.score(["?", "?"], ["4", "4"], columns)
+    assert list(scores.total) == [1.0, 0.0] and scores.faults == []
+    assert "gsm8k {'index': 1} True" in scores.logs[1]["compute_score"]
+    options = {"score": f"{tmp_path}/my_score.py:later"}
+    with Runner(RunnerOptions(((VERL, 1.0, options),), workers=1, timeout_s=30.0)) as runner:
+        scores = runner.score(["?", "?"], ["4", "four"], columns)
+    assert list(scores.total) == [1.0, 4.0]
+    with pytest.raises(RewardError, match="no_such"):
+        check(VERL, {"score": "no_such"})

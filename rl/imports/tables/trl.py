@@ -3,7 +3,19 @@ transformers 4 had, are here too."""
 
 from __future__ import annotations
 
-from rl.imports.rules import CHECKPOINTS, LOGS, OFF, SPEED, Copy, Joint, Leave, Refuse, Rule
+from rl.imports.rules import (
+    CHECKPOINTS,
+    LOGS,
+    OFF,
+    SHUFFLED,
+    SPEED,
+    Change,
+    Copy,
+    Joint,
+    Leave,
+    Refuse,
+    Rule,
+)
 
 _ALGORITHM = "stages.N.algorithm."
 _SAMPLING = "stages.N.sampling."
@@ -80,7 +92,7 @@ _TRAINING: dict[str, Rule] = {
     "label_names": _LOADER,
     "group_by_length": _LOADER,
     "length_column_name": _LOADER,
-    "train_sampling_strategy": Refuse(
+    "train_sampling_strategy": Change(
         "Duet takes all rows in shuffled order", ("random", "group_by_length", None)
     ),
     "ignore_data_skip": _LOADER,
@@ -214,7 +226,7 @@ _GENERATION: dict[str, Rule] = {
     "vllm_structured_outputs_regex": Refuse("rollouts of Duet have no regular expression", OFF),
     "vllm_guided_decoding_regex": Refuse("rollouts of Duet have no regular expression", OFF),
     "vllm_*": _VLLM,
-    "shuffle_dataset": Refuse("Duet takes all rows in shuffled order", (True, None)),
+    "shuffle_dataset": SHUFFLED,
     "disable_dropout": _NO_DROPOUT,
     "max_tool_calling_iterations": Refuse("name an environment; this import has no tools", OFF),
     "log_completions": Leave("samples.jsonl keeps all completions"),
@@ -283,7 +295,7 @@ TABLES: dict[str, dict[str, Rule]] = {
         "assistant_only_loss": Joint(False),
         "completion_only_loss": Joint(),
         "dataset_text_field": Joint("text"),
-        "shuffle_dataset": Leave("Duet takes all rows in shuffled order"),
+        "shuffle_dataset": Leave("the order of rows is random in both"),
     },
     "dpo": {
         **_COMMON,
@@ -313,8 +325,8 @@ TABLES: dict[str, dict[str, Rule]] = {
         **_REFERENCE,
         **_PRECOMPUTED,
         "learning_rate": Copy(default=1e-6),
-        "train_sampling_strategy": Refuse(
-            "Duet takes all rows in shuffled order", ("sequential", "random", None)
+        "train_sampling_strategy": Change(
+            "Duet takes all rows in shuffled order, also for KTO", ("random", None)
         ),
         "loss_type": Joint("kto"),
         "beta": Copy(f"{_ALGORITHM}beta", 0.1),
