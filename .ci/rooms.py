@@ -64,6 +64,7 @@ ORDER = {
         "calls",
         "media",
         "types",
+        "constraints",
         "request",
         "token_scores",
         "logits_processors",

@@ -7,16 +7,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rollout.generator import Generator
     from rollout.request import MediaPrompt
-    from rollout.types import Completion, GeneratorOptions, SamplingParams
+    from rollout.types import Completion, Constraint, GeneratorOptions, SamplingParams
 
 _HOME = {
     "Generator": "generator",
     "GeneratorOptions": "types",
     "Completion": "types",
+    "Constraint": "types",
     "MediaPrompt": "request",
     "SamplingParams": "types",
 }
-__all__ = ["Completion", "Generator", "GeneratorOptions", "MediaPrompt", "SamplingParams"]
+__all__ = [
+    "Completion",
+    "Constraint",
+    "Generator",
+    "GeneratorOptions",
+    "MediaPrompt",
+    "SamplingParams",
+]
 
 
 def __getattr__(name: str):

@@ -22,6 +22,7 @@ from policy.model import Model
 from policy.ops.host_memory import on_a_device
 from policy.ops.seeds import checked_seed
 from policy.programs import freed_memory
+from rollout.constraints import Grammars
 from rollout.engine.engine import Engine
 from rollout.engine.exact import Verifier
 from rollout.engine.runner import ModelRunner, Widths
@@ -97,7 +98,9 @@ class Generator:
         )
         stop_string = None
         bad_words = None
+        matcher = None
         if tokenizer is not None:
+            matcher = Grammars(tokenizer, model.config.vocab_size).matcher
             stop_string = partial(_first_stop, tokenizer)
             bad_words = lru_cache(maxsize=64)(partial(bad_word_tokens, tokenizer))
         self.engine = Engine(
@@ -106,6 +109,7 @@ class Generator:
             seed,
             stop_string=stop_string,
             bad_words=bad_words,
+            matcher=matcher,
             prefill_budget=budget,
         )
         if options.record_values:

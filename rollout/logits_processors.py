@@ -5,7 +5,7 @@ They run in the order of vLLM (v1/sample/sampler.py), before temperature and fil
 (rollout/engine/sampling.py):
 
 1. `logit_bias`: logit + bias of the token.
-2. `bad_words`, `min_tokens`: the logits of forbidden tokens are -inf.
+2. `constraint`, `bad_words`, `min_tokens`: the logits of forbidden tokens are -inf.
 3. `repetition_penalty` r (arXiv 1909.05858): of tokens that occur in prompt or completion, logit /
    r where it is positive, else logit * r.
 4. `frequency_penalty` f: logit - f n, for a token that the completion has n times.
@@ -13,8 +13,11 @@ They run in the order of vLLM (v1/sample/sampler.py), before temperature and fil
 
 A program has them only if one of its rows needs them; the others compute as if they were not there.
 
+Where a constraint and the settings after it forbid every token, the constraint alone holds.
+
 S rows, Q = d + 1 places of a step with d drafts, V vocabulary, H tokens of prompt and completion, B
-biases of a row, N sequences of forbidden words of at most M tokens, W tokens that end a completion.
+biases of a row, N sequences of forbidden words of at most M tokens, W tokens that end a completion,
+U = ceil(V / 32) words of a mask.
 Letters after an underscore are the axes: history_SH is [S, H].
 """
 
@@ -40,7 +43,8 @@ class ProcessorSizes(NamedTuple):
     compiled.
 
     counts: 1 where tokens are counted, for a penalty; else 0. biases, words, longest: biases of a
-    row, sequences of its bad words, and tokens of one. ends: tokens that end a completion.
+    row, sequences of its bad words, and tokens of one. ends: tokens that end a completion. masks: 1
+    where a row has a constraint; else 0.
     """
 
     counts: int
@@ -48,6 +52,7 @@ class ProcessorSizes(NamedTuple):
     words: int
     longest: int
     ends: int
+    masks: int = 0
 
     @classmethod
     def of(cls, requests: Iterable[Request | None]) -> ProcessorSizes | None:
@@ -65,13 +70,20 @@ class ProcessorSizes(NamedTuple):
             ends=_room(
                 max(len(each.stop_token_ids) if each.min_tokens else 0 for each in params), 4
             ),
+            masks=int(any(each.constraint for each in params)),
         )
 
 
 def _needs_processors(request: Request) -> bool:
     params = request.params
     forbids_ends = params.min_tokens and params.stop_token_ids
-    return bool(params.has_penalty or params.logit_bias or params.bad_words or forbids_ends)
+    return bool(
+        params.has_penalty
+        or params.logit_bias
+        or params.bad_words
+        or forbids_ends
+        or params.constraint
+    )
 
 
 def _room(number: int, least: int) -> int:
@@ -137,7 +149,8 @@ class LogitsProcessors:
     history: as in Seen, at the start of the program. prompt_lengths, min_tokens: int32[S]. ends:
     int32[S, W]. bias_tokens: int32[S, B], and biases: float32[S, B]. words: int32[S, N, M], token
     sequences that may not occur, each in the last columns of its row. NO_TOKEN fills them up.
-    repetition, frequency, presence: float32[S]; None where no row has a penalty.
+    repetition, frequency, presence: float32[S]; None where no row has a penalty. masks: uint32[S, U],
+    the tokens that may come next under constraints; None where no row has one.
     """
 
     history: Any
@@ -150,6 +163,7 @@ class LogitsProcessors:
     repetition: Any = None
     frequency: Any = None
     presence: Any = None
+    masks: Any = None
 
     @classmethod
     def of(
@@ -193,9 +207,10 @@ class LogitsProcessors:
     @property
     def sizes(self) -> ProcessorSizes:
         """Returns what the arrays have room for."""
-        counts = self.repetition is not None
+        counts = int(self.repetition is not None)
+        masks = int(self.masks is not None)
         _, N, M = self.words.shape
-        return ProcessorSizes(int(counts), self.biases.shape[1], N, M, self.ends.shape[1])
+        return ProcessorSizes(counts, self.biases.shape[1], N, M, self.ends.shape[1], masks)
 
     def take(self, rows_m: jax.Array) -> LogitsProcessors:
         """Returns the processors of these rows."""
@@ -221,6 +236,18 @@ class LogitsProcessors:
     def process(self, logits_SV: jax.Array, at_S: jax.Array, seen: Seen) -> jax.Array:
         """Returns the logits, float32[S, V], of the tokens at index `at` of prompt and completion,
         -inf for those that may not be drawn. seen: the tokens before them."""
+        S, V = logits_SV.shape
+        own = self._process(logits_SV, at_S, seen)
+        if self.masks is None:
+            return own
+        bits = jnp.asarray(self.masks)[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+        allowed = bits.reshape(S, -1)[:, :V] != 0
+        own = jnp.where(allowed, own, -jnp.inf)
+        nothing = jnp.all(jnp.isneginf(own), axis=-1, keepdims=True)
+        return jnp.where(nothing, jnp.where(allowed, logits_SV, -jnp.inf), own)
+
+    def _process(self, logits_SV: jax.Array, at_S: jax.Array, seen: Seen) -> jax.Array:
+        """Returns the logits as all steps but constraints leave them."""
         S, V = logits_SV.shape
         drawn_S = at_S - self.prompt_lengths
         rows = jnp.arange(S)[:, None]
@@ -258,6 +285,16 @@ class LogitsProcessors:
         last = self.words[..., -1]
         matches = (before == NO_TOKEN) | (before == tail[:, None])
         return jnp.where(jnp.all(matches, axis=-1), last, NO_TOKEN)
+
+
+def masks_of(requests: Sequence[Request | None], rows: int, V: int) -> np.ndarray:
+    """Returns uint32[rows, U], the tokens that may come next in each row; all, where a row has no
+    request, or one without a constraint."""
+    masks = np.full((rows, -(-V // 32)), 0xFFFFFFFF, np.uint32)
+    for row, request in enumerate(requests):
+        if request is not None and request.matcher is not None and request.finish is None:
+            masks[row] = request.matcher.mask(request.params.stop_token_ids)
+    return masks
 
 
 def _no_tokens(*shape: int) -> np.ndarray:

@@ -32,6 +32,7 @@ from rollout.types import QueueOrder, SamplingParams, TokenScores
 
 if TYPE_CHECKING:
     from policy.cache.media import Media
+    from rollout.constraints import Matcher
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +95,7 @@ class Request:
     media: the pictures and sounds of the prompt; None: it is text.
     keys: what prefixes are compared by, one number for each token of the prompt; None: its tokens.
     bad_words: the token sequences of `params.bad_words`. The engine sets them.
+    matcher: where the completion stands in the grammar of `params.constraint`. The engine sets it.
     arrival: its number in the order in which requests came to the queue, which sets it.
     """
 
@@ -120,6 +122,7 @@ class Request:
     media: Media | None = None
     keys: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    matcher: Matcher | None = None
     arrival: int | None = None
 
     @property

@@ -177,12 +177,34 @@ MOST_TOP_LOGPROBS = 20
 """The most likeliest tokens that are recorded at a token, as in the API of OpenAI."""
 
 
+ConstraintKind = Literal["regex", "json_schema", "lark"]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What the text of a completion must be, from its first character to its last.
+
+    kind: "regex", a regular expression of Rust's crate `regex`, without assertions; "json_schema",
+    a JSON schema as text of JSON; "lark", a grammar of llguidance in the syntax of Lark, whose rule
+    `start` is the text. Raises ValueError for another kind.
+    """
+
+    kind: ConstraintKind
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ConstraintKind):
+            raise ValueError(
+                f"Constraint: {self.kind!r} is none of {', '.join(get_args(ConstraintKind))}"
+            )
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Parameters of one call: how many completions, how long, and how their tokens are drawn.
 
     The logits of a token become its probability in this order (docs/generator.md): logit_bias,
-    bad_words and min_tokens, repetition_penalty, frequency_penalty, presence_penalty, temperature,
+    constraint, bad_words and min_tokens, repetition_penalty, frequency_penalty, presence_penalty, temperature,
     top_k, top_p, min_p. Raises ValueError for values out of range.
     """
 
@@ -248,6 +270,11 @@ class SamplingParams:
         "them.",
     )
 
+    constraint: Constraint | None = option(
+        None,
+        description="What the text of a completion must be: a regular expression, a JSON schema or "
+        "a grammar.",
+    )
     top_logprobs: int | None = option(
         None,
         ge=0,
@@ -357,8 +384,9 @@ def draws_from_part(settings: FilterSettings, *, has_stop_token: bool) -> bool:
     return settings.temperature > 0 and (filtered or forbids)
 
 
-OF_THE_RECORD = ("top_logprobs", "prompt_logprobs")
-"""The fields of SamplingParams that say what is recorded of tokens, and change none."""
+OF_REQUESTS = ("constraint", "top_logprobs", "prompt_logprobs")
+"""The fields of SamplingParams that a configuration of a run does not have: a constraint, and what
+is recorded of tokens."""
 CHANGES_OF_RATIOS = ("logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty")
 """The fields of SamplingParams that change ratios of probabilities of tokens."""
 LOGITS_PROCESSORS = ("min_tokens", "bad_words", *CHANGES_OF_RATIOS)
@@ -395,7 +423,7 @@ class Completion:
     each token, of the model's own logits: before penalties, biases and forbidden tokens, and before
     any filter. (vLLM's default, `raw_logprobs`, is before the temperature too.) Under temperature
     0: log softmax(logits).
-    finish: "stop" or "length".
+    finish: "stop" or "length". "length" also if no token continues the text under its constraint.
     text: with a tokenizer, without special tokens; else None.
     raw: the text with its special tokens, but for the one that ended the completion; None without a
     tokenizer. steps: decoder passes that produced it: fewer than tokens if drafts were accepted.

@@ -17,7 +17,7 @@ from rl.config.schema import HOME, Section, Strict, accepted_types, as_integer, 
 
 @fields_of(
     rollout.types.SamplingParams,
-    leave_out=("n", *rollout.types.OF_THE_RECORD, *rollout.types.CHANGES_OF_RATIOS),
+    leave_out=("n", *rollout.types.OF_REQUESTS, *rollout.types.CHANGES_OF_RATIOS),
     max_new_tokens=256,
 )
 class SamplingOptions(Section):

@@ -158,6 +158,8 @@ class ActiveBatch:
         tables = self.page_tables(self.slots)
         if tables is not None:
             self._state = self._runner.with_pages(self._state, self.row_numbers(self.slots), tables)
+        if any(request is not None and request.matcher is not None for request in self.requests):
+            self._state = self._runner.with_masks(self._state, self.requests)
         cache = self._cache if self._batch_cache is None else self._batch_cache
         cache, self._state, output = self._runner.decode(params, cache, self._state, limits)
         if self._batch_cache is None:

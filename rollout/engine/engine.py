@@ -38,11 +38,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from policy.execution.array_identity import ArrayIdentity
+from rollout.constraints import Matcher
 from rollout.engine.active_batch import ActiveBatch
 from rollout.engine.prefixes import Copies, PinStates, RestoreStates, UnpinStates
 from rollout.engine.scheduler import Scheduler, prefill_lengths, prefill_rows
 from rollout.request import Request
-from rollout.types import SamplingParams
+from rollout.types import Constraint, SamplingParams
 
 if TYPE_CHECKING:
     from rollout.engine.programs import DecodeOutput
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 StopString = Callable[[list[int], int, SamplingParams], "int | None"]
 BadWords = Callable[[tuple[str, ...]], tuple[tuple[int, ...], ...]]
+MakeMatcher = Callable[[Constraint], Matcher]
 
 
 # Fields of a DecodeOutput that only requests with a filter have, and those that only requests with
@@ -77,6 +79,7 @@ class Engine:
         *,
         stop_string: StopString | None,
         bad_words: BadWords | None = None,
+        matcher: MakeMatcher | None = None,
         prefill_budget: int,
     ):
         """weights: returns the arrays to compute with. It is called before every prefill call,
@@ -87,6 +90,8 @@ class Engine:
         `before`. It returns the number of tokens up to and including the one that completes a stop
         string; None if none does. Without it requests cannot have stop strings.
         bad_words: returns the token sequences of words. Without it requests cannot have bad words.
+        matcher: returns the start of a completion under a constraint. Without it requests cannot
+        have constraints.
         prefill_budget: tokens, padding included, after which a step prefills no more while others
         decode. The last call may exceed it."""
         self.runner = runner
@@ -94,6 +99,7 @@ class Engine:
         self._seed = seed
         self._stop_string = stop_string
         self._bad_words = bad_words
+        self._matcher = matcher
         self._budget = prefill_budget
         self.counts = {
             "steps": 0,
@@ -148,6 +154,10 @@ class Engine:
         none is free, or as `check`."""
         self.check(request)
         request.bad_words = self.bad_words(request.params)
+        if request.matcher is None:
+            request.matcher = self._matcher_of(request.params)
+            if request.matcher is not None:
+                request.matcher.advance(request.tokens)
         scheduler = self.scheduler
         if not scheduler.free_slots:
             waiting = len(scheduler.waiting_for_pages)
@@ -178,9 +188,11 @@ class Engine:
             raise ValueError("a request that runs already")
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raises ValueError for stop strings or bad words without a tokenizer, for a bad word
-        without tokens, for biases of tokens that the vocabulary does not have, and where no token
-        is left that may come first."""
+        """Raises ValueError for stop strings, bad words or a constraint without a tokenizer, for a
+        bad word without tokens, for biases of tokens that the vocabulary does not have, where no
+        token is left that may come first, and for a constraint that cannot be followed, or not with
+        the options of this generator."""
+        self._matcher_of(params)
         if params.stop and self._stop_string is None:
             raise ValueError(
                 "stop strings need a tokenizer; pass one to Generator, or use stop_token_ids"
@@ -205,6 +217,22 @@ class Engine:
         if self._bad_words is None:
             raise ValueError("bad_words need a tokenizer; pass one to Generator")
         return self._bad_words(params.bad_words)
+
+    def _matcher_of(self, params: SamplingParams) -> Matcher | None:
+        """Returns the start of a completion under the constraint of these parameters; None: they
+        have none."""
+        if params.constraint is None:
+            return None
+        if self._matcher is None:
+            raise ValueError("a constraint needs a tokenizer; pass one to Generator")
+        options = self.runner.options
+        for name, excludes in (("speculative", options.speculative), ("exact", options.exact)):
+            if excludes:
+                raise ValueError(
+                    f"a constraint does not go with {name}: the host names the tokens that may come "
+                    f"next, one step at a time; leave generator.{name} out"
+                )
+        return self._matcher(params.constraint)
 
     def release(self, slot: int) -> Request:
         """Frees a slot and returns its request, which may have ended or not."""
@@ -390,5 +418,8 @@ class Engine:
             self.scheduler.batch_changed = True
         elif request.tokens[-1] in params.stop_token_ids:
             request.finish = "stop"
+        elif request.matcher is not None and request.matcher.advance(request.tokens[before:]):
+            request.finish = "stop" if request.matcher.complete else "length"
+            self.scheduler.batch_changed = True
         elif request.left == 0:
             request.finish = "length"

@@ -48,7 +48,7 @@ from rollout.engine.page_budget import PageBudget, choose_page_budget
 from rollout.engine.programs import DecodeOutput, DecoderPrograms, DecodeState, PrefillInputs
 from rollout.engine.scheduler import PREFILL_ROWS, SchedulerLimits, prefill_lengths, prefill_rows
 from rollout.engine.speculative import SpeculativePrograms
-from rollout.logits_processors import LogitsProcessors, ProcessorSizes
+from rollout.logits_processors import LogitsProcessors, ProcessorSizes, masks_of
 from rollout.request import Request
 from rollout.types import MOST_TOP_LOGPROBS, GeneratorOptions
 
@@ -354,9 +354,20 @@ class ModelRunner:
         if widths.processors is None:
             return state
         length = self.max_length + self.functions.drafts
-        return replace(
-            state, processors=LogitsProcessors.of(requests, size, length, widths.processors)
-        )
+        processors = LogitsProcessors.of(requests, size, length, widths.processors)
+        if widths.processors.masks:
+            processors = replace(processors, masks=masks_of((), size, self.vocab_size))
+        return replace(state, processors=processors)
+
+    def with_masks(self, state: DecodeState, requests: Sequence[Request | None]) -> DecodeState:
+        """Returns the state of these rows with the tokens that may come next under their
+        constraints."""
+        assert state.processors is not None, "a constraint is a logits processor"
+        masks: Any = masks_of(requests, len(requests), self.vocab_size)
+        layout = self.graph.layout
+        if layout.mesh.size > 1:
+            masks = processes.device_put_global(masks, layout.replicated)
+        return replace(state, processors=replace(state.processors, masks=masks))
 
     def with_pages(self, state: DecodeState, rows: np.ndarray, pages_sM: np.ndarray) -> DecodeState:
         """Returns the state of rows over a paged cache: which slots they are, and their pages."""

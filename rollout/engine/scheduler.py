@@ -346,8 +346,11 @@ class Scheduler:
 
     def _decode_steps(self) -> int:
         """Returns the most decoding steps of the next decode: the limit, halved while pages are
-        short."""
+        short, and one where a request has a constraint, since the host says which tokens may come
+        next."""
         decoding = self.decoding
+        if any(self.running[slot].params.constraint for slot in decoding):
+            return 1
         has_stop_strings = any(self.running[slot].params.stop for slot in decoding)
         steps = (
             min(self._limits.decode_steps, MAX_STOP_STRING_STEPS)

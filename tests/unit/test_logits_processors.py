@@ -140,8 +140,8 @@ def test_programs_have_processors_only_where_a_request_needs_them():
     ]
     assert {Widths.of([Request((1,), params)]) for params in plain} == {Widths()}
     few, more = ({"logit_bias": dict.fromkeys(range(n), 1.0)} for n in (2, 9))
-    assert ProcessorSizes.of([Request((1,), SamplingParams(**few))]) == (0, 8, 0, 0, 0)
-    assert ProcessorSizes.of([Request((1,), SamplingParams(**more)), None]) == (0, 32, 0, 0, 0)
+    assert ProcessorSizes.of([Request((1,), SamplingParams(**few))]) == (0, 8, 0, 0, 0, 0)
+    assert ProcessorSizes.of([Request((1,), SamplingParams(**more)), None]) == (0, 32, 0, 0, 0, 0)
     ends = SamplingParams(min_tokens=3, stop_token_ids=(1,), presence_penalty=0.1)
     assert ProcessorSizes.of(
         [Request((1,), ends), Request((1,), bad_words=((1, 2, 3, 4, 5),))]
@@ -151,6 +151,7 @@ def test_programs_have_processors_only_where_a_request_needs_them():
         0,
         0,
         4,
+        0,
     )
 
 
@@ -277,7 +278,7 @@ def test_other_values_need_no_other_program(model):
     }
     own.generate([[1, 2]], dataclasses.replace(MANY, n=1, max_new_tokens=12, **other))
     assert set(own.engine.runner.memory) == shapes
-    assert [shape for name, *shape in shapes if name == "decode"] == [[4, 4, 1, 8, 8, 4, 4]]
+    assert [shape for name, *shape in shapes if name == "decode"] == [[4, 4, 1, 8, 8, 4, 4, 0]]
 
 
 def test_programs_with_processors_are_compiled_ahead(model):
