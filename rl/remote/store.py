@@ -239,7 +239,7 @@ class Store:
                 name=key,
                 ifGenerationMatch=generation,
                 data=data,
-                headers={"Content-Type": "application/json"},
+                headers={"Content-Type": "application/octet-stream"},
             )
         except Exception as error:
             if str(getattr(error, "code", "")) == "412":
