@@ -15,7 +15,9 @@ from rl.listener import names_server
 from rl.serve.errors import ApiError
 from rl.serve.protocol.chat import chat_completions
 from rl.serve.protocol.completions import completions
+from rl.serve.protocol.messages import count_tokens, messages
 from rl.serve.protocol.models import model, models
+from rl.serve.protocol.responses import responses
 from rl.serve.protocol.sse import ClientGone
 from rl.serve.protocol.tokens import detokenize, tokenize, tokenizer_info
 from rl.serve.service import Service
@@ -43,6 +45,9 @@ def application(service: Service, host: str, token: str | None) -> ASGIApp:
         Route("/v1/models/{name:path}", model),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/responses", responses, methods=["POST"]),
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/tokenizer_info", tokenizer_info),

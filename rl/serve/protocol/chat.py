@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator
 from typing import Any, Literal
 
 from pydantic import Field
@@ -15,15 +14,23 @@ from starlette.responses import JSONResponse, Response
 from rl.serve.bodies import Fields, read_json
 from rl.serve.errors import invalid
 from rl.serve.logprobs import chat_logprobs
-from rl.serve.protocol.conversations import Message, check_messages, encode_messages
+from rl.serve.protocol.conversations import Message
+from rl.serve.protocol.questions import Answering, Question, answering
 from rl.serve.protocol.sse import openai_events, while_connected
-from rl.serve.protocol.tools import CallReading, Reply, Said, ToolDefinition, reply_format
-from rl.serve.sampling import SamplingFields, draw_number
-from rl.serve.service import Generation, Service, TextUpdate, usage
+from rl.serve.protocol.tools import Said, ToolDefinition
+from rl.serve.sampling import SamplingFields
+from rl.serve.service import Service, TextUpdate, usage
 from rollout.types import MOST_TOP_LOGPROBS
 
 IGNORED = frozenset(
-    {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"}
+    {
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+    }
 )
 """Fields of OpenAI that name the user or the request."""
 NEUTRAL = {
@@ -63,6 +70,7 @@ class ChatBody(SamplingFields):
         "reasoning_effort": (),
         "verbosity": ("medium",),
         "web_search_options": (),
+        "moderation": (),
         "functions": ([],),
         "function_call": ("none",),
         "add_generation_prompt": (True,),
@@ -88,38 +96,24 @@ class ChatBody(SamplingFields):
         """Returns the tools that the model may call, as chat templates read them."""
         return [tool.shown for tool in self.tools] if self.tool_choice == "auto" else []
 
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """Returns the variables of the chat template."""
-        tools = {"tools": self.callable_tools} if self.callable_tools else {}
-        return self.chat_template_kwargs | tools
-
 
 async def chat_completions(request: Request) -> Response:
     """Answers a conversation."""
     service: Service = request.app.state.service
     body = ChatBody.read(await read_json(request, service.limits.body))
     service.check_model(body.model)
-    check_messages(body.messages)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "needs `logprobs: true`")
     _check_variables(body.chat_template_kwargs)
-    tools = body.callable_tools
-    template = await service.with_tokenizer(reply_format) if tools else None
-    rendered = await service.with_tokenizer(
-        lambda tokenizer: encode_messages(tokenizer, body.messages, body.template_variables)
+    question = Question(
+        body.messages,
+        body,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        tools=body.callable_tools,
+        variables=body.chat_template_kwargs,
+        top_logprobs=body.top_logprobs if body.logprobs else None,
     )
-    reading = CallReading(template, rendered.prefix, tools) if template is not None else None
-    requested = body.max_completion_tokens or body.max_tokens
-    prompts = [rendered.prompt]
-    most = service.max_tokens(prompts, requested, "messages")
-    params = body.params(service.bounds, most)
-    if body.logprobs:
-        params = replace(params, top_logprobs=body.top_logprobs)
-    draw = draw_number(body.seed)
-    generation = service.generation(prompts, params, draw, special=reading is not None)
-    replies = [reading.reply() if reading else Reply() for _ in range(params.n)]
-    answer = _ChatAnswer(service, body, generation, replies)
+    answer = _ChatAnswer(service, body, await answering(service, question))
     if body.stream:
         return openai_events(answer.events())
     return JSONResponse(await while_connected(request, answer.body()))
@@ -136,12 +130,10 @@ def _check_variables(variables: dict[str, Any]) -> None:
 class _ChatAnswer:
     """The answer to a request, at once or in events."""
 
-    def __init__(
-        self, service: Service, body: ChatBody, generation: Generation, replies: Sequence[Reply]
-    ):
+    def __init__(self, service: Service, body: ChatBody, answering: Answering):
         self._body = body
-        self._generation = generation
-        self._replies = replies
+        self._generation = answering.generation
+        self._replies = answering.replies
         self._spelling = service.spelling
         self._common = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",

@@ -60,10 +60,11 @@ class Message(Fields):
         return "".join(part.text for part in self.content)
 
 
-def check_messages(messages: Sequence[Message]) -> None:
-    """Raises ApiError for a message that lacks what its role needs."""
+def check_messages(messages: Sequence[Message], param: str = "messages") -> None:
+    """Raises ApiError for a message that lacks what its role needs. param: the field that holds
+    the messages."""
     for number, message in enumerate(messages):
-        place = f"messages[{number}]"
+        place = f"{param}[{number}]"
         if message.tool_calls and message.role != "assistant":
             raise invalid(f"{place}.tool_calls", f"a message of {message.role} calls no tools")
         if message.content is None and not message.tool_calls:
@@ -104,13 +105,22 @@ class RenderedPrompt:
 
 
 def encode_messages(
-    tokenizer: Tokenizer, messages: Sequence[Message], variables: Mapping[str, Any]
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    variables: Mapping[str, Any],
+    *,
+    continued: bool = False,
 ) -> RenderedPrompt:
     """Returns the prompt that the chat template writes for messages. variables: those of the
-    template besides the messages. Raises ChatError if the template refuses them."""
+    template besides the messages. continued: the model goes on with the last message. Raises
+    ChatError if the template refuses them."""
     shown = [for_template(message, tokenizer) for message in messages]
     if variables:
         tokenizer = with_variables(tokenizer, **variables)
+    if continued:
+        tokenizer = with_variables(tokenizer, continue_final_message=True)
+        ids = render_prompt(tokenizer, shown, add_generation_prompt=False)
+        return RenderedPrompt(EncodedPrompt(tuple(ids)), "")
     try:
         return _rendered(tokenizer, shown)
     except ChatError:

@@ -1,0 +1,300 @@
+"""`/v1/messages`: Anthropic's API, without state."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from rl.serve.bodies import Body, Fields, read_json
+from rl.serve.protocol.conversations import FunctionCall, Message, ToolCall, encode_messages
+from rl.serve.protocol.questions import (
+    Block,
+    BlockAnswer,
+    BlockEvent,
+    Question,
+    answering,
+)
+from rl.serve.protocol.sse import named_events, while_connected
+from rl.serve.protocol.tools import Function, ToolDefinition
+from rl.serve.sampling import SamplingFields, StopString
+from rl.serve.service import Service
+
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class _Cached(Fields):
+    """A block that a client may want to be cached. Prefixes always are."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+class TextBlock(_Cached):
+    """A text. citations: must be empty."""
+
+    type: Literal["text"]
+    text: str
+    citations: Annotated[list[Any], Field(max_length=0)] = []
+
+
+class ToolUseBlock(_Cached):
+    """A call of a tool in an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+
+
+class ToolResultBlock(_Cached):
+    """What a tool returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[TextBlock] = ""
+    is_error: bool = False
+
+
+class ThinkingBlock(Fields):
+    """The reasoning of an earlier answer. Its signature is not checked."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str = ""
+
+
+ContentBlock = Annotated[
+    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")
+]
+
+
+class AnthropicMessage(Fields):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+
+
+class AnthropicTool(_Cached):
+    """A tool that the model may call."""
+
+    type: Literal["custom"] = "custom"
+    name: str = Field(pattern=r"^[\w.-]{1,64}$")
+    description: str = ""
+    input_schema: dict[str, Any]
+
+
+class ToolChoice(Fields):
+    """Whether tools may be called."""
+
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: Literal[False] = False
+
+
+class PromptBody(Body):
+    """The fields that say what the prompt is."""
+
+    ignored = frozenset({"metadata", "cache_control", "user_profile_id", "workspace_id"})
+    neutral = {
+        "thinking": ({"type": "disabled"},),
+        "service_tier": ("auto", "standard_only"),
+        "container": (),
+        "mcp_servers": ([],),
+        "context_management": (),
+        "inference_geo": (),
+        "diagnostics": (),
+        "output_config": ({},),
+        "output_format": (),
+        "speed": ("standard",),
+    }
+    model: str | None = None
+    messages: list[AnthropicMessage] = Field(min_length=1)
+    system: str | list[TextBlock] = ""
+    tools: list[AnthropicTool] = Field([], max_length=128)
+    tool_choice: ToolChoice = ToolChoice(type="auto")
+
+    @property
+    def conversation(self) -> list[Message]:
+        """Returns the messages as OpenAI has them."""
+        system = _text(self.system)
+        messages = [Message(role="system", content=system)] if system else []
+        for message in self.messages:
+            messages += _converted(message)
+        return messages
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Returns the tools that the model may call, as chat templates read them."""
+        return [] if self.tool_choice.type == "none" else [_shown(tool) for tool in self.tools]
+
+    @property
+    def continued(self) -> bool:
+        """Returns whether the last message is the beginning of the answer."""
+        return self.messages[-1].role == "assistant"
+
+
+class MessagesBody(PromptBody):
+    """The body of a request."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[StopString] = Field([], max_length=16)
+    stream: bool = False
+    temperature: float = Field(1.0, ge=0, le=1)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+
+    @property
+    def sampling(self) -> SamplingFields:
+        """Returns how tokens are drawn."""
+        fields = self.model_dump(include={"temperature", "top_p", "top_k"})
+        return SamplingFields.model_validate(fields | {"stop": self.stop_sequences})
+
+
+def _text(content: str | Sequence[Any]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+def _shown(tool: AnthropicTool) -> dict[str, Any]:
+    function = Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return ToolDefinition(type="function", function=function).shown
+
+
+def _converted(message: AnthropicMessage) -> list[Message]:
+    """Returns a message as OpenAI has it: each result of a tool is a message of its own, in front
+    of what the user says."""
+    if isinstance(message.content, str):
+        return [Message(role=message.role, content=message.content)]
+    results, texts, calls, thoughts = [], [], [], []
+    for block in message.content:
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case ToolUseBlock():
+                function = FunctionCall(name=block.name, arguments=json.dumps(block.input))
+                calls.append(ToolCall(id=block.id, function=function))
+            case ToolResultBlock():
+                content = _text(block.content)
+                text = f"Error: {content}" if block.is_error else content
+                results.append(Message(role="tool", content=text, tool_call_id=block.tool_use_id))
+    if not (texts or calls or thoughts):
+        return results
+    said = Message(
+        role=message.role,
+        content="".join(texts),
+        tool_calls=calls,
+        reasoning_content="".join(thoughts) or None,
+    )
+    return [*results, said]
+
+
+async def messages(request: Request) -> Response:
+    """Answers a conversation."""
+    service: Service = request.app.state.service
+    body = MessagesBody.read(await read_json(request, service.limits.body))
+    service.check_model(body.model)
+    question = Question(
+        body.conversation,
+        body.sampling,
+        max_tokens=body.max_tokens,
+        tools=body.callable_tools,
+        continued=body.continued,
+    )
+    answer = _MessagesAnswer(service, BlockAnswer(await answering(service, question)))
+    if body.stream:
+        return named_events(answer.events())
+    return JSONResponse(await while_connected(request, answer.body()))
+
+
+async def count_tokens(request: Request) -> Response:
+    """Returns the tokens of a prompt."""
+    service: Service = request.app.state.service
+    body = PromptBody.read(await read_json(request, service.limits.body))
+    service.check_model(body.model)
+    variables = {"tools": body.callable_tools} if body.callable_tools else {}
+    rendered = await service.with_tokenizer(
+        lambda tokenizer: encode_messages(
+            tokenizer, body.conversation, variables, continued=body.continued
+        )
+    )
+    return JSONResponse({"input_tokens": len(rendered.prompt.tokens)})
+
+
+class _MessagesAnswer:
+    """The answer to a request, at once or in events."""
+
+    def __init__(self, service: Service, answer: BlockAnswer):
+        self._answer = answer
+        self._name = service.name
+        self._id = f"msg_{secrets.token_hex(12)}"
+
+    async def body(self) -> dict[str, Any]:
+        """Returns the answer, once it is complete."""
+        await self._answer.run()
+        return self._message([_block(block) for block in self._answer.blocks]) | self._end
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Yields the answer in pieces."""
+        yield {"type": "message_start", "message": self._message([])}
+        async for event in self._answer.events():
+            yield _event(event)
+        counts = {"output_tokens": self._answer.tokens}
+        yield {"type": "message_delta", "delta": self._end, "usage": counts}
+        yield {"type": "message_stop"}
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._name,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": self._answer.prompt_tokens,
+                "output_tokens": self._answer.tokens,
+            },
+        }
+
+    @property
+    def _end(self) -> dict[str, Any]:
+        finish = self._answer.finish or ""
+        stop = self._answer.stopped_by
+        reason = _STOP_REASONS.get(finish, "end_turn" if stop is None else "stop_sequence")
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+
+def _event(event: BlockEvent) -> dict[str, Any]:
+    block = event.block
+    match event.kind, block.kind:
+        case "start", _:
+            empty = Block(block.number, block.kind, call=block.call)
+            start = {"type": "content_block_start", "content_block": _block(empty)}
+            return {**start, "index": block.number}
+        case "stop", _:
+            return {"type": "content_block_stop", "index": block.number}
+        case _, "call":
+            delta = {"type": "input_json_delta", "partial_json": event.delta}
+        case _, "reasoning":
+            delta = {"type": "thinking_delta", "thinking": event.delta}
+        case _:
+            delta = {"type": "text_delta", "text": event.delta}
+    return {"type": "content_block_delta", "index": block.number, "delta": delta}
+
+
+def _block(block: Block) -> dict[str, Any]:
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    name = block.call["function"]["name"]
+    arguments = json.loads(block.text) if block.text else {}
+    return {"type": "tool_use", "id": block.call["id"], "name": name, "input": arguments}

@@ -1,0 +1,147 @@
+"""A conversation that is answered: what the chat APIs of OpenAI and Anthropic have in common."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from rl.serve.protocol.conversations import Message, check_messages, encode_messages
+from rl.serve.protocol.tools import CallReading, Reply, Said, reply_format
+from rl.serve.sampling import SamplingFields, draw_number
+from rl.serve.service import Generation, Service
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a client asks.
+
+    param: the field that holds the messages. max_tokens: None: as many as the prompt leaves.
+    tools: those that the model may call, as chat templates read them. variables: others of the
+    template. top_logprobs: likeliest tokens whose log-probabilities are named; None: none, and none
+    of the token itself. continued: the last message is the beginning of the answer.
+    """
+
+    messages: Sequence[Message]
+    sampling: SamplingFields
+    param: str = "messages"
+    max_tokens: int | None = None
+    tools: Sequence[dict[str, Any]] = ()
+    variables: dict[str, Any] = field(default_factory=dict)
+    top_logprobs: int | None = None
+    continued: bool = False
+
+
+@dataclass(frozen=True)
+class Answering:
+    """The completions of a question, before they start, and what reads each of them."""
+
+    generation: Generation
+    replies: Sequence[Reply]
+
+
+async def answering(service: Service, question: Question) -> Answering:
+    """Encodes a question. Raises ApiError for one that the model or the server cannot answer."""
+    check_messages(question.messages, question.param)
+    tools = list(question.tools)
+    template = await service.with_tokenizer(reply_format) if tools else None
+    variables = question.variables | ({"tools": tools} if tools else {})
+    rendered = await service.with_tokenizer(
+        lambda tokenizer: encode_messages(
+            tokenizer, question.messages, variables, continued=question.continued
+        )
+    )
+    prompts = [rendered.prompt]
+    most = service.max_tokens(prompts, question.max_tokens, question.param)
+    params = question.sampling.params(service.bounds, most)
+    params = replace(params, top_logprobs=question.top_logprobs)
+    reading = None if template is None else CallReading(template, rendered.prefix, tools)
+    draw = draw_number(question.sampling.seed)
+    generation = service.generation(prompts, params, draw, special=reading is not None)
+    replies = [reading.reply() if reading else Reply() for _ in range(params.n)]
+    return Answering(generation, replies)
+
+
+BlockKind = Literal["text", "reasoning", "call"]
+
+
+@dataclass
+class Block:
+    """A part of an answer: a text, a reasoning, or a call as OpenAI has it. number: that of the
+    block in the answer."""
+
+    number: int
+    kind: BlockKind
+    text: str = ""
+    call: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BlockEvent:
+    """What happens to a block: it starts, gets a text, or ends."""
+
+    kind: Literal["start", "delta", "stop"]
+    block: Block
+    delta: str = ""
+
+
+class BlockAnswer:
+    """The one completion of a question as blocks. finish, tokens, stopped_by: known at the end."""
+
+    def __init__(self, answering: Answering):
+        self._generation = answering.generation
+        [self._reply] = answering.replies
+        self.blocks: list[Block] = []
+        self.finish: str | None = None
+        self.tokens = 0
+        self._open: Block | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Returns the tokens of the prompt."""
+        return self._generation.prompt_tokens
+
+    @property
+    def stopped_by(self) -> str | None:
+        """Returns the stop string that ended the answer."""
+        return self._generation.streams[0].stopped_by
+
+    async def events(self) -> AsyncIterator[BlockEvent]:
+        """Runs the completion and yields what happens to its blocks."""
+        async for update in self._generation.updates():
+            self.tokens += len(update.tokens)
+            for part in self._reply.add(update.text, update.finish):
+                for event in self._of(part):
+                    yield event
+            if update.finish is not None:
+                self.finish = self._reply.finish_reason(update.finish)
+        if not self.blocks:
+            for event in self._of(Said(content="")):
+                yield event
+        if self._open is not None:
+            yield BlockEvent("stop", self._open)
+
+    async def run(self) -> None:
+        """Runs the completion to its end."""
+        async for _ in self.events():
+            pass
+
+    def _of(self, part: Said) -> list[BlockEvent]:
+        kind: BlockKind = "text"
+        if part.call is not None:
+            kind = "call"
+        elif part.reasoning is not None:
+            kind = "reasoning"
+        events = []
+        if self._open is None or self._open.kind != kind or kind == "call":
+            if self._open is not None:
+                events.append(BlockEvent("stop", self._open))
+            self._open = Block(len(self.blocks), kind, call=dict(part.call or {}))
+            self.blocks.append(self._open)
+            events.append(BlockEvent("start", self._open))
+        arguments = part.call["function"]["arguments"] if part.call is not None else None
+        text = part.content or part.reasoning or arguments or ""
+        self._open.text += text
+        if text:
+            events.append(BlockEvent("delta", self._open, text))
+        return events
