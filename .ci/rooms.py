@@ -89,7 +89,7 @@ ORDER = {
             "training",
             "stages",
         ),
-        *("run", "export", "plan", "evaluation", "views", "serve", "commands"),
+        *("run", "export", "plan", "launch", "evaluation", "views", "serve", "commands"),
     ],
 }
 _START, _END = "<!-- rooms: {} -->", "<!-- end of rooms: {} -->"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from policy.mesh import serialization
-from rl.errors import ConfigError, DuetError, ResourceError
+from rl.errors import ConfigError, DuetError, ProcessLost, ResourceError
 
 if TYPE_CHECKING:
     from rl.cluster.watchdog import Watch
@@ -115,8 +115,8 @@ def _on_one_machine(environment: Mapping[str, str]) -> str | None:
 
 
 def start(where: Launch) -> Watch:
-    """Connects to the other processes. Call it before any jax computation. Raises ResourceError on
-    failure."""
+    """Connects to the other processes. Call it before any jax computation. Raises ProcessLost on
+    failure: all start again, and the others may come later."""
     import jax
 
     from rl.cluster.watchdog import Watch
@@ -143,7 +143,7 @@ def start(where: Launch) -> Watch:
             f"process {where.index} of {where.count} cannot connect to the others at "
             f"{where.coordinator}: {error}"
         )
-        raise ResourceError(text) from None
+        raise ProcessLost(text) from None
 
 
 serialization.register_type(DuetError, *DuetError.__subclasses__())

@@ -32,6 +32,7 @@ VERBS = {
             "train",
             "runs.stop",
             "plan",
+            "setup.launch",
             "setup.inspect",
             "runs.explain",
             "setup.import_config",

@@ -271,6 +271,7 @@ def test_commands_work(document, tmp_path, capsys):
                 ("rl", "reward"),
                 ("rl", "inspect"),
                 ("rl", "import"),
+                ("rl", "launch"),
             }, f"list it in NOT_RUN: {bare}"
             if arguments[0] == "reward":  # several documents register rewards of one name
                 command(

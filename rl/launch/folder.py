@@ -1,0 +1,81 @@
+"""Writes the files of a launch into a folder. It replaces files that it wrote before and nobody has
+changed since, and no others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from rl.errors import ConfigError
+
+WRITTEN = "launch.json"
+"""Holds the SHA-256 of each file that was written."""
+
+
+def write(
+    directory: Path, files: Mapping[str, str], copied: Mapping[str, Path], *, force: bool
+) -> list[str]:
+    """Writes texts and copies by their relative paths, and returns the paths.
+
+    copied: file or folder of this machine by path. force: replaces files of others.
+    Raises ConfigError, before anything is written, if a file of somebody else is in the way.
+    """
+    contents = {name: text.encode() for name, text in files.items()}
+    for name, source in copied.items():
+        contents |= {path: file.read_bytes() for path, file in _files(name, source)}
+    known = _written(directory)
+    others = [
+        name
+        for name, content in contents.items()
+        if (directory / name).exists() and not _ours(directory / name, content, known.get(name))
+    ]
+    if others and not force:
+        raise ConfigError(
+            f"{directory}: {', '.join(others)}: `rl launch` has not written this, or it was changed "
+            "since; give another folder, or --force to replace it"
+        )
+    try:
+        for name, content in contents.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_bytes(content)
+        hashes = known | {name: _hash(content) for name, content in contents.items()}
+        (directory / WRITTEN).write_text(json.dumps(hashes, indent=1, sort_keys=True) + "\n")
+    except OSError as error:
+        raise ConfigError(f"-o {directory}: {error.filename}: {error.strerror}") from None
+    return list(contents)
+
+
+def _files(name: str, source: Path) -> Iterator[tuple[str, Path]]:
+    if source.is_file():
+        yield name, source
+        return
+    for file in sorted(source.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            yield f"{name}/{file.relative_to(source).as_posix()}", file
+
+
+def _written(directory: Path) -> dict[str, str]:
+    file = directory / WRITTEN
+    try:
+        hashes = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return hashes if isinstance(hashes, dict) else {}
+
+
+def _ours(path: Path, content: bytes, known: str | None) -> bool:
+    if not path.is_file():
+        return False
+    present = path.read_bytes()
+    return present == content or _hash(present) == known
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def names(paths: Sequence[Path]) -> dict[str, Path]:
+    """Returns each relative path by its text."""
+    return {path.as_posix(): path for path in paths}

@@ -1,0 +1,153 @@
+"""What `rl launch` writes files for: a run, its machines and how it is started again."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from rl.errors import ConfigError
+from rl.launch.machines import Machines
+
+FAILING_CODES = (1, 2, 3, 4, 5, 6)
+"""Exit codes of `rl-train` after which a new start would fail in the same way."""
+RESTARTING_CODES = (75, 76)
+"""Exit codes after which a new start continues the run: interrupted and saved; a process was lost."""
+KILLED_CODES = (134, 135, 137, 139, 143)
+"""128 and the signal that ended a process: SIGABRT, SIGBUS, SIGKILL, SIGSEGV, SIGTERM."""
+PORT = 8476
+"""Port of process 0, at which the others connect."""
+RUN_FILE = "run.yml"
+RUNS = "/runs"
+"""Folder of runs in a container."""
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
+_KEY = re.compile(r"[-._a-zA-Z0-9]+")
+LONGEST = 28
+"""Characters of a name that names made of it leave room for."""
+
+
+@dataclass(frozen=True)
+class Secret:
+    """A variable of the process whose value is in a store of secrets. secret: its name there; None:
+    that of the variable, or `duet-secrets` in Kubernetes. key: the entry in it, in Kubernetes."""
+
+    variable: str
+    secret: str | None
+    key: str
+
+    @classmethod
+    def read(cls, text: str) -> Secret:
+        """Parses VARIABLE, VARIABLE=SECRET or VARIABLE=SECRET:KEY. Raises ConfigError, which does
+        not repeat the text after `=`: it may be a value."""
+        variable, equals, rest = text.partition("=")
+        secret, _, key = rest.partition(":")
+        if not _VARIABLE.fullmatch(variable):
+            raise ConfigError("--secret: give VARIABLE, VARIABLE=SECRET or VARIABLE=SECRET:KEY")
+        if equals and not (
+            _SECRET.fullmatch(secret) and len(secret) < 64 and (not key or _KEY.fullmatch(key))
+        ):
+            raise ConfigError(
+                f"--secret {variable}=...: this is no name of a secret (lower-case letters, digits, "
+                "`-` and `.`). Give the name of the secret that holds the value, never the value; "
+                "files would show it"
+            )
+        return cls(variable, secret or None, key or variable)
+
+    @property
+    def kubernetes(self) -> str:
+        """Name of the Secret in Kubernetes."""
+        return self.secret or "duet-secrets"
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the run goes: names of the cloud's own, None where the command asks for them."""
+
+    project: str | None = None
+    zone: str | None = None
+    cluster: str | None = None
+    namespace: str | None = None
+    service_account: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    time: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to launch.
+
+    name: of the job and of the folder of the run. bucket: remote folder of the run. image: of the
+    container; None: none was named. grace: seconds from the request to stop to the kill. max_restarts:
+    starts after the first. setup: shell lines before the run, on SLURM. wheel: what `pip wheel` takes
+    to make the wheel. folder: working directory of the command line; directory: of the files. Both are
+    absolute.
+    """
+
+    name: str
+    machines: Machines
+    bucket: str | None
+    image: str | None
+    secrets: tuple[Secret, ...]
+    spot: bool
+    reservation: str | None
+    grace: int
+    max_restarts: int
+    setup: tuple[str, ...]
+    wheel: str
+    version: str
+    folder: str
+    directory: str
+    places: Places = field(default_factory=Places)
+
+    @property
+    def tag(self) -> str:
+        """The image, or a name that shows that none was given."""
+        return self.image or f"duet-rl:{self.version}-{self.machines.platform}"
+
+    def train(self, runs: str = RUNS, file: str = RUN_FILE) -> list[str]:
+        """Returns the command of a process, without the options that join processes.
+
+        runs: folder of runs. file: the configuration.
+        """
+        command = ["rl-train", file, f"run.dir={runs}/{self.name}"]
+        if self.bucket is not None:
+            command.append(f"run.remote={self.remote}")
+        return command
+
+    @property
+    def remote(self) -> str:
+        return f"{self.bucket}/{self.name}"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a kind makes of a job: files by their path in the folder, the commands to type in order,
+    each with what it does, and remarks."""
+
+    files: dict[str, str]
+    commands: list[tuple[str, str]]
+    remarks: list[str] = field(default_factory=list)
+
+
+def job_name(text: str | None, file: str) -> str:
+    """Returns the name of a job: as asked for, or made of the name of the configuration file.
+    Raises ConfigError for one that the clouds refuse."""
+    if text is None:
+        slug = re.sub(r"[^a-z0-9]+", "-", file.lower()).strip("-")
+        slug = slug if slug[:1].isalpha() else f"run-{slug}"
+        return slug[:LONGEST].rstrip("-")
+    if not _NAME.fullmatch(text) or len(text) > LONGEST:
+        raise ConfigError(
+            f"--name {text}: use at most {LONGEST} lower-case letters, digits and `-`, the first a "
+            "letter, the last no `-`"
+        )
+    return text
+
+
+def bucket_name(text: str | None) -> str | None:
+    """Returns the address of a remote folder without a last slash. Raises ConfigError."""
+    if text is not None and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[\w./-]+", text):
+        raise ConfigError(f"--bucket {text}: give the address of a folder, as gs://BUCKET/FOLDER")
+    return text and text.rstrip("/")

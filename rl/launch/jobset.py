@@ -1,0 +1,212 @@
+"""JobSet on GKE: a Job a slice, a pod a host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rl.errors import ConfigError
+from rl.launch.containers import dockerfile, image_commands, image_remarks
+from rl.launch.job import FAILING_CODES, PORT, RUNS, Job, Launched
+from rl.launch.yaml_text import dump
+
+FILE = "jobset.yaml"
+_CONTAINER = "duet"
+_WORKERS = "workers"
+_HEADER = """\
+# Made by `rl launch jobset`. Exit codes {codes} of a pod fail the JobSet, since a new start would
+# fail in the same way; after any other failure, and after a node is lost, all pods start again and
+# the run continues from its newest checkpoint, at most {restarts} times.
+"""
+
+
+def launched(job: Job) -> Launched:
+    """Returns the JobSet. Raises ConfigError for a GPU that GKE does not have."""
+    if job.machines.platform == "gpu" and job.machines.gpu.gke is None:
+        raise ConfigError(f"--topology {job.machines.name}: GKE has no such GPUs")
+    codes = f"{FAILING_CODES[0]} to {FAILING_CODES[-1]}"
+    text = _HEADER.format(codes=codes, restarts=job.max_restarts) + dump(_jobset(job))
+    at = f" -n {job.places.namespace}" if job.places.namespace else ""
+    commands = [*image_commands(job)]
+    commands += [
+        (
+            f"keep the secret {name} in the cluster, from variables of your shell",
+            f"kubectl create secret generic {name}{at} "
+            + " ".join(f'--from-literal={each.key}="${each.variable}"' for each in secrets),
+        )
+        for name, secrets in _by_store(job).items()
+    ]
+    commands += [
+        ("start the run", f"kubectl apply{at} -f {FILE}"),
+        ("watch it", f"kubectl get jobset,pods{at} -l jobset.sigs.k8s.io/jobset-name={job.name}"),
+        (
+            "read the console of process 0",
+            f"kubectl logs{at} -f -l jobset.sigs.k8s.io/jobset-name={job.name},"
+            "jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0",
+        ),
+        ("stop it; it continues when you start it again", f"kubectl delete{at} jobset {job.name}"),
+    ]
+    return Launched({FILE: text, **dockerfile(job)}, commands, image_remarks(job))
+
+
+def _by_store(job: Job) -> dict[str, list]:
+    stores: dict[str, list] = {}
+    for each in job.secrets:
+        stores.setdefault(each.kubernetes, []).append(each)
+    return stores
+
+
+def _jobset(job: Job) -> dict[str, Any]:
+    machines = job.machines
+    metadata: dict[str, Any] = {"name": job.name}
+    if job.places.namespace:
+        metadata["namespace"] = job.places.namespace
+    if machines.platform == "tpu":
+        # Each Job has the nodes of a slice to itself.
+        metadata["annotations"] = {
+            "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+        }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": metadata,
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {
+                "maxRestarts": job.max_restarts,
+                "rules": [
+                    {
+                        "name": "failed",
+                        "action": "FailJobSet",
+                        "onJobFailureReasons": ["PodFailurePolicy"],
+                    }
+                ],
+            },
+            "replicatedJobs": [
+                {
+                    "name": _WORKERS,
+                    "replicas": machines.slices,
+                    "template": {"spec": _job(job)},
+                }
+            ],
+        },
+    }
+
+
+def _job(job: Job) -> dict[str, Any]:
+    return {
+        "parallelism": job.machines.hosts,
+        "completions": job.machines.hosts,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {
+                        "containerName": _CONTAINER,
+                        "operator": "In",
+                        "values": list(FAILING_CODES),
+                    },
+                }
+            ]
+        },
+        "template": {"spec": _pod(job)},
+    }
+
+
+def _pod(job: Job) -> dict[str, Any]:
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "hostNetwork": True,
+        "dnsPolicy": "ClusterFirstWithHostNet",
+        "terminationGracePeriodSeconds": job.grace,
+        "nodeSelector": _selector(job),
+        "tolerations": _tolerations(job),
+        "containers": [_container(job)],
+        "volumes": [
+            {"name": "runs", "emptyDir": {}},
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},
+        ],
+    }
+    if job.places.service_account:
+        pod["serviceAccountName"] = job.places.service_account
+    return pod
+
+
+def _selector(job: Job) -> dict[str, str]:
+    machines = job.machines
+    if machines.platform == "tpu":
+        selector = {
+            "cloud.google.com/gke-tpu-accelerator": machines.tpu.gke,
+            "cloud.google.com/gke-tpu-topology": machines.shape,
+        }
+    else:
+        selector = {"cloud.google.com/gke-accelerator": str(machines.gpu.gke)}
+    if job.spot:
+        selector["cloud.google.com/gke-spot"] = "true"
+    if job.reservation is not None:
+        selector["cloud.google.com/reservation-name"] = job.reservation
+        if machines.platform == "gpu":
+            selector["cloud.google.com/reservation-affinity"] = "specific"
+    return selector
+
+
+def _tolerations(job: Job) -> list[dict[str, str]]:
+    resource = _resource(job)
+    tolerations = [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}]
+    if job.spot:
+        tolerations.append(
+            {
+                "key": "cloud.google.com/gke-spot",
+                "operator": "Equal",
+                "value": "true",
+                "effect": "NoSchedule",
+            }
+        )
+    return tolerations
+
+
+def _resource(job: Job) -> str:
+    return "google.com/tpu" if job.machines.platform == "tpu" else "nvidia.com/gpu"
+
+
+def _container(job: Job) -> dict[str, Any]:
+    machines = job.machines
+    chips = {_resource(job): str(machines.chips)}
+    container: dict[str, Any] = {
+        "name": _CONTAINER,
+        "image": job.tag,
+        "command": [*job.train(), *_joined(job)],
+        "ports": [{"containerPort": PORT}],
+        "resources": {"requests": chips, "limits": chips},
+        "volumeMounts": [
+            {"name": "runs", "mountPath": RUNS},
+            {"name": "memory", "mountPath": "/dev/shm"},
+        ],
+    }
+    if job.secrets:
+        container["env"] = [
+            {
+                "name": each.variable,
+                "valueFrom": {"secretKeyRef": {"name": each.kubernetes, "key": each.key}},
+            }
+            for each in job.secrets
+        ]
+    if machines.platform == "tpu":
+        # Chips talk over 8471 within a slice, and slices over 8080.
+        container["ports"] += [{"containerPort": 8471}, {"containerPort": 8080}]
+        container["securityContext"] = {"privileged": True}
+    return container
+
+
+def _joined(job: Job) -> list[str]:
+    """Returns the options that join the processes. On TPUs GKE sets the variables that jax reads;
+    elsewhere jax would ask Kubernetes, which needs a client and rights."""
+    machines = job.machines
+    if machines.all_hosts == 1:
+        return ["--processes", "1"]
+    if machines.platform == "tpu":
+        return []
+    first = f"{job.name}-{_WORKERS}-0-0.{job.name}:{PORT}"
+    number = "$(JOB_COMPLETION_INDEX)"
+    return ["--processes", str(machines.hosts), "--process", number, "--coordinator", first]

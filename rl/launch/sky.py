@@ -1,0 +1,117 @@
+"""SkyPilot: a managed job, which SkyPilot starts again elsewhere when its machines are taken away."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+from urllib.parse import urlsplit
+
+from rl.errors import ConfigError
+from rl.launch.containers import FILES, extras, wheel_command
+from rl.launch.job import PORT, RESTARTING_CODES, Job, Launched
+from rl.launch.yaml_text import dump
+
+FILE = "sky.yaml"
+SETTINGS = "sky.config.yaml"
+_HEADER = """\
+# Made by `rl launch sky` for SkyPilot 0.14. A managed job: SkyPilot starts it again when its machines
+# are taken away, and after the exit codes {codes} of the run; it fails at any other.
+"""
+_SETUP = """\
+export PATH="$HOME/.local/bin:$PATH"
+command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
+uv venv --allow-existing --python 3.12 ~/duet
+uv pip install --python ~/duet/bin/python "$(echo *.whl)[{extras}]"
+"""
+
+
+def launched(job: Job) -> Launched:
+    """Returns the task. Raises ConfigError for machines that SkyPilot has no name for."""
+    machines = job.machines
+    refused = None
+    if machines.platform == "gpu":
+        refused = "SkyPilot needs the type of the GPUs" if machines.gpu.sky is None else None
+    elif machines.tpu.runtime is None:
+        refused = f"{machines.kind} comes with GKE only; use rl launch jobset or xpk"
+    elif machines.slices > 1:
+        refused = "SkyPilot joins no slices; use rl launch jobset, xpk or tpu-vm"
+    elif not machines.is_usual:
+        refused = (
+            f"SkyPilot names slices by their size, and {machines.slice_name} is another topology; "
+            "use rl launch jobset, xpk or tpu-vm"
+        )
+    if refused:
+        raise ConfigError(f"--topology {machines.name}: {refused}")
+    codes = " and ".join(map(str, RESTARTING_CODES))
+    files = {FILE: _HEADER.format(codes=codes) + dump(_task(job))}
+    options = "".join(f" --secret {each.variable}" for each in job.secrets)
+    if job.reservation is not None:
+        files[SETTINGS] = dump({"gcp": {"specific_reservations": [job.reservation]}})
+        options += f" --config {SETTINGS}"
+    commands = [
+        wheel_command(job),
+        ("start the run", f"sky jobs launch{options} {FILE}"),
+        ("watch it", "sky jobs queue"),
+        ("read its console", f"sky jobs logs --name {job.name}"),
+        ("stop it", f"sky jobs cancel --name {job.name}"),
+    ]
+    return Launched(files, commands)
+
+
+def _task(job: Job) -> dict[str, Any]:
+    task: dict[str, Any] = {
+        "name": job.name,
+        "num_nodes": job.machines.hosts if job.machines.platform == "gpu" else 1,
+        "workdir": FILES,
+        "resources": _resources(job),
+    }
+    if job.secrets:  # SkyPilot takes the values from the shell that types `--secret`
+        task["secrets"] = {each.variable: None for each in job.secrets}
+    if job.bucket is not None:
+        address = urlsplit(job.bucket)
+        source = f"{address.scheme}://{address.netloc}"
+        task["file_mounts"] = {"/bucket": {"source": source, "mode": "MOUNT"}}
+    task["setup"] = _SETUP.format(extras=extras(job))
+    task["run"] = _run(job)
+    return task
+
+
+def _resources(job: Job) -> dict[str, Any]:
+    machines = job.machines
+    resources: dict[str, Any]
+    if machines.platform == "tpu":
+        resources = {
+            "infra": _infra(job),
+            "accelerators": {f"tpu-{machines.slice_name}": 1},
+            "accelerator_args": {"tpu_vm": True, "runtime_version": machines.tpu.runtime},
+        }
+    else:
+        resources = {"accelerators": {str(machines.gpu.sky): machines.chips}}
+        if job.reservation is not None:
+            resources = {"infra": _infra(job), **resources}
+        if job.image is not None:
+            resources["image_id"] = f"docker:{job.image}"
+    resources["use_spot"] = job.spot
+    resources["job_recovery"] = {
+        "max_restarts_on_errors": 0,
+        "recover_on_exit_codes": list(RESTARTING_CODES),
+    }
+    return resources
+
+
+def _infra(job: Job) -> str:
+    zone = job.places.zone
+    return f"gcp/{zone.rpartition('-')[0]}/{zone}" if zone else "gcp"
+
+
+def _run(job: Job) -> str:
+    words = job.train(runs="RUNS")
+    text = shlex.join(words).replace("RUNS/", '"$HOME"/runs/')
+    if job.machines.all_hosts == 1:
+        text += " --processes 1"
+    elif job.machines.platform == "gpu":
+        text += (
+            ' --processes "$SKYPILOT_NUM_NODES" --process "$SKYPILOT_NODE_RANK"'
+            f' --coordinator "$(head -n 1 <<< "$SKYPILOT_NODE_IPS"):{PORT}"'
+        )
+    return f"exec ~/duet/bin/{text}\n"

@@ -1,0 +1,145 @@
+"""SLURM: a batch script with a task a node, whose folder all nodes see."""
+
+from __future__ import annotations
+
+import shlex
+
+from rl.errors import ConfigError
+from rl.launch.containers import FILES, dockerfile, image_commands
+from rl.launch.job import FAILING_CODES, PORT, RUN_FILE, Job, Launched
+from rl.launch.shell import AGAIN, lines, quoted
+
+FILE = "run.sbatch"
+_SHIFT = 200
+_SCRIPT = """\
+#!/bin/bash
+{options}
+# Made by `rl launch slurm`. {grace} seconds before the end of its time, SLURM asks the run to stop; it
+# saves, and the job is queued again, as after the loss of a node, at most {restarts} times. Exit codes
+# 1 to 6 of the run end the job.
+set -uo pipefail
+cd {folder}
+{checks}{setup}
+# srun ends with the highest code of its tasks. Codes 1 to {last} of one task, which say what is wrong,
+# have to win over 76 of the others.
+task='
+    trap : TERM  # the run gets it too, and ends by itself
+    {train}
+    code=$?
+    if ((code >= 1 && code <= {last})); then code=$((code + {shift})); fi
+    if ((code == 75)); then sleep 10; fi  # --kill-on-bad-exit waits for no other task
+    exit $code'
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+{srun} bash -c "$task" "$first:{port}" &
+step=$!
+trap 'scancel --signal=TERM "$SLURM_JOB_ID.0"' TERM
+wait "$step"
+code=$?
+while kill -0 "$step" 2> /dev/null; do  # a signal ends `wait` before the step has ended
+    wait "$step"
+    code=$?
+done
+
+case $code in
+    {shift_pattern}) exit $((code - {shift})) ;;
+    {again})
+        if ((${{SLURM_RESTART_COUNT:-0}} < {restarts})); then
+            scontrol requeue "$SLURM_JOB_ID"
+            sleep 60
+        fi
+        ;;
+esac
+exit "$code"
+"""
+
+
+def launched(job: Job) -> Launched:
+    """Returns the batch script. Raises ConfigError for TPUs and what SLURM has no word for."""
+    if job.machines.platform != "gpu":
+        raise ConfigError(
+            f"--topology {job.machines.name}: `rl launch slurm` is for GPUs, as 2xh100:8; for TPUs: "
+            "jobset, xpk, tpu-vm or sky"
+        )
+    if job.spot:
+        raise ConfigError("--spot: SLURM has none; name a partition with --partition")
+    last = FAILING_CODES[-1]
+    checks = "".join(
+        f': "${{{each.variable}:?set it where you type sbatch}}"\n' for each in job.secrets
+    )
+    script = _SCRIPT.format(
+        options="\n".join(f"#SBATCH {each}" for each in _options(job)),
+        grace=job.grace,
+        restarts=job.max_restarts,
+        folder=quoted(job.folder),
+        checks=checks,
+        setup="".join(f"{line}\n" for line in job.setup),
+        last=last,
+        shift=_SHIFT,
+        shift_pattern=f"20[{FAILING_CODES[0]}-{last}]",
+        train=_train(job),
+        srun=lines(_srun(job)),
+        port=PORT,
+        again=AGAIN,
+    )
+    commands = [
+        *(image_commands(job) if job.image else []),
+        ("start the run", f"sbatch {FILE}"),
+        ("watch it", f"squeue --me --name={job.name}"),
+        (
+            "stop it; it continues when you start it again",
+            f"scancel --batch --signal=TERM --name={job.name}",
+        ),
+    ]
+    remarks = []
+    if not job.image:
+        remarks.append(
+            "the nodes run `rl-train` of the environment that --setup activates, or that of your shell"
+        )
+    return Launched({FILE: script, **(dockerfile(job) if job.image else {})}, commands, remarks)
+
+
+def _options(job: Job) -> list[str]:
+    machines, places = job.machines, job.places
+    kind = f"{machines.gpu.slurm}:" if machines.gpu.slurm else ""
+    options = [
+        f"--job-name={job.name}",
+        f"--nodes={machines.hosts}",
+        "--ntasks-per-node=1",
+        f"--gpus-per-node={kind}{machines.chips}",
+        f"--output={job.name}-%j.log",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:TERM@{job.grace}",
+    ]
+    named = {
+        "partition": places.partition,
+        "account": places.account,
+        "time": places.time,
+        "reservation": job.reservation,
+    }
+    return options + [f"--{name}={value}" for name, value in named.items() if value is not None]
+
+
+def _srun(job: Job) -> list[str]:
+    words = ["srun --kill-on-bad-exit=1"]
+    if job.image:
+        words += [
+            f"--container-image={quoted(job.image)}",
+            f"--container-mounts={quoted(f'{job.folder}:{job.folder}')}",
+            f"--container-workdir={quoted(job.folder)}",
+        ]
+    return words
+
+
+def _train(job: Job) -> str:
+    """Returns the command of a task, for a text in single quotes. jax would give a task the one
+    device with the number of the task on its node; with these options it has all."""
+    file = f"{job.directory}/{FILES}/{RUN_FILE}"
+    words = [quoted(word) for word in job.train(f"{job.folder}/runs", file)]
+    words.append(f"--processes {job.machines.hosts}")
+    if job.machines.hosts > 1:
+        words.append('--process "$SLURM_PROCID" --coordinator "$0"')
+    text = lines(words, indent=" " * 8)
+    if "'" in text:
+        raise ConfigError(f"{shlex.quote(text)}: paths with a quotation mark cannot be used here")
+    return text
