@@ -325,10 +325,13 @@ def test_xpk_has_the_slices_under_these_names():
             machines = Machines.read(f"{kind}:{'x'.join(map(str, shape))}")
             if kind == "v5e" and machines.shape in ("1x1", "2x2"):
                 continue
-            found = known[f"{tpu.prefix}-{machines.shape}"]
-            assert found.gke_accelerator == tpu.gke
+            slice_of_xpk = known[f"{tpu.prefix}-{machines.shape}"]
+            assert slice_of_xpk.gke_accelerator == tpu.gke
             if machines.chips != 8:  # xpk takes two hosts with 4
-                assert (found.vms_per_slice, found.chips_per_vm) == (machines.hosts, machines.chips)
+                assert (slice_of_xpk.vms_per_slice, slice_of_xpk.chips_per_vm) == (
+                    machines.hosts,
+                    machines.chips,
+                )
             if machines.is_usual:
                 assert known[machines.slice_name].topology == machines.shape
 
