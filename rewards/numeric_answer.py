@@ -1,11 +1,12 @@
 """Compares the last number in the completion with the `answer` column, by value."""
 
+import re
 from fractions import Fraction
 
 from rewards.answers import forms, numbers
 from rewards.answers.numbers import Number
 from rewards.registry import reward
-from rewards.text import text_of
+from rewards.text import answer_span, text_of
 
 EXAMPLES = [
     {"prompt": "2 + 2?", "completion": "It is 4.", "answer": "4", "score": 1.0},
@@ -31,18 +32,35 @@ EXAMPLES = [
         "answer": "100000000000000000000",
         "score": 0.0,
     },
+    {
+        "prompt": "2 + 2?",
+        "completion": "#### 4. Next: 5",
+        "answer": "4",
+        "options": {"pattern": r"#### *(-?[0-9.,]+)"},
+        "score": 1.0,
+    },
     {"prompt": "2 + 2?", "completion": "four", "answer": "4", "score": 0.0},
     {"prompt": "Why?", "completion": "42", "answer": None, "score": None},
 ]
 
 
-def _check(tolerance: float = 1e-6, relative_tolerance: float = 0.0, **_) -> None:
+def _check(
+    tolerance: float = 1e-6,
+    relative_tolerance: float = 0.0,
+    pattern: str | None = None,
+    **_,
+) -> None:
+    if pattern is not None:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from None
     if tolerance < 0 or relative_tolerance < 0:
         raise ValueError("tolerance and relative_tolerance cannot be negative")
 
 
-def _answer(completion: str, **_) -> str | None:
-    number = numbers.last(completion)
+def _answer(completion: str, pattern: str | None = None, **_) -> str | None:
+    number = _given(completion, pattern)
     return None if number is None else numbers.name(number)
 
 
@@ -53,6 +71,7 @@ def numeric_answer(
     answer: list,
     tolerance: float = 1e-6,
     relative_tolerance: float = 0.0,
+    pattern: str | None = None,
 ) -> list[float | None]:
     """Returns 1.0 if the last number of the completion is within the tolerance of `answer`, else
     0.0.
@@ -63,11 +82,13 @@ def numeric_answer(
     numbers with a percent sign are compared as written. tolerance: largest |difference|, exact for
     integers of any size.
     relative_tolerance: added to the tolerance, times |answer|.
+    pattern: regular expression; the number is looked for in group 1 of its last match, and a
+    completion without a match is wrong. None: in all of the text.
     """
     scores = []
     for completion, right in zip(completions, answer, strict=True):
         expected = None if right is None else _expected(str(right))
-        given = numbers.last(text_of(completion))
+        given = _given(text_of(completion), pattern)
         if expected is None:
             scores.append(None)
         else:
@@ -75,6 +96,14 @@ def numeric_answer(
                 float(given is not None and _equal(given, expected, tolerance, relative_tolerance))
             )
     return scores
+
+
+def _given(completion: str, pattern: str | None) -> Number | None:
+    """Returns the last number of a completion, or of what the pattern matches last."""
+    if pattern is None:
+        return numbers.last(completion)
+    text = answer_span(completion, pattern)
+    return None if text is None else numbers.last(text.rstrip(".,"))
 
 
 def _expected(right: str) -> Number | None:

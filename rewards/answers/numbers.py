@@ -148,11 +148,11 @@ def same(given: Number, expected: Number) -> bool:
 
 
 def name(number: Number) -> str:
-    """Returns a text that is equal for numbers of the same value and unit, to nine digits for one
-    that is no rational number."""
+    """Returns a text that is equal for numbers of the same value, whatever their unit; to nine
+    digits for one that is no rational number."""
     value = number.value
     shown = str(value) if isinstance(value, Fraction) else f"{value:.9g}"
-    return f"{shown}{'%' * number.percent}{number.unit and ' ' + number.unit}"
+    return f"{shown}{'%' * number.percent}"
 
 
 def _is_decimal(value: Value) -> bool:

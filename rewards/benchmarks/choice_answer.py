@@ -31,7 +31,7 @@ EXAMPLES = [
 FORMS = ("any", "answer is (X)")
 _OPEN = r"[\s*_$({\[\\\"'`]*"
 _TEXT = r"(?:(?:text|textbf|mathrm|mathbf|boxed)\s*\{[\s({\[]*)?"
-_LETTER = r"([A-Z])(?![A-Za-z0-9'])"
+_LETTER = r"([A-Z])(?![A-Za-z0-9]|'[a-z])"
 _NAMED = re.compile(
     rf"\b(?i:answer|choice|option)(?i:\s+is)?(?:\s*[*_]+)?\s*(?::|(?<=is)|(?<=is\*\*)){_OPEN}"
     rf"(?i:option\s+)?{_TEXT}{_LETTER}"

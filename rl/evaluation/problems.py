@@ -61,13 +61,15 @@ class RowSource:
                 if solved and len(solved.get(key, ())) < shots:
                     raise ValueError(f"there are no {shots} shots with {same} {key!r}")
                 prompt = self._prompt(solved.get(key, ()), fill(task.prompt, values))
+                answer = None if task.answer is None else fill(task.answer, values)
             except (ValueError, KeyError) as error:
-                raise DataError(f"{where}: {_message(error, row)}{_written(task)}") from None
+                raise DataError(f"{where}: {_message(error, row, task)}") from None
             columns = {
                 name: value
                 for name, value in values.items()
                 if name not in _RESERVED and (needed is None or name in needed)
             }
+            columns |= {} if answer is None else {"answer": answer}
             examples.append(Example(prompt, columns=columns, where=where))
         if not examples:
             raise DataError(f"{self.path or task.source}: split {task.split!r} has no rows")
@@ -92,7 +94,7 @@ class RowSource:
                 if len(own) < count:
                     own.append(Shot(fill(task.prompt, values), fill(task.shots.target, values)))
             except (ValueError, KeyError) as error:
-                raise DataError(f"{where}: {_message(error, row)}{_written(task)}") from None
+                raise DataError(f"{where}: {_message(error, row, task)}") from None
             if task.shots.same is None and len(own) == count:
                 return result
         if task.shots.same is None:
@@ -165,13 +167,10 @@ def key_of(example: Example) -> str:
 
 
 def _values(task: Task, row: Mapping[str, Any], seed: int, number: int) -> dict[str, Any]:
-    """Returns what templates and rewards read of a row. Raises KeyError for a column that it
-    lacks."""
+    """Returns what templates read of a row. Raises KeyError for a column that it lacks."""
     values = dict(row) | {name: row[column] for name, column in task.columns.items()}
     if task.choices is not None:
         values |= _choices(task.choices, row, seed, number)
-    if task.answer is not None:
-        values["answer"] = fill(task.answer, values)
     return values
 
 
@@ -206,17 +205,16 @@ def _needed(task: Task) -> set[str] | None:
     return names
 
 
-def _message(error: Exception, row: Mapping[str, Any]) -> str:
-    if isinstance(error, KeyError):
-        return f"no column {error.args[0]!r} (columns: {', '.join(map(str, row)) or 'none'})"
-    return str(error)
-
-
-def _written(task: Task) -> str:
+def _message(error: Exception, row: Mapping[str, Any], task: Task) -> str:
+    """Returns why a row is no problem of the task; for a column that it lacks also what the task
+    was written for."""
+    if not isinstance(error, KeyError):
+        return str(error)
+    text = f"no column {error.args[0]!r} (columns: {', '.join(map(str, row)) or 'none'})"
     if task.revision is None and task.written is None:
-        return ""
+        return text
     version = " of ".join(filter(None, (task.revision, task.written)))
     return (
-        f". The task was written for revision {version}; a copy of its file with other `columns` "
-        "reads other columns (docs/evaluation.md)"
+        f"{text}. The task was written for revision {version}; a copy of its file with other "
+        "`columns` reads other columns (docs/evaluation.md)"
     )

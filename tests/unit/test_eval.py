@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -220,3 +221,27 @@ def test_the_verb_imports_no_jax():
     code = "import sys, rl.commands.models.eval, rl.evaluation.task; print('jax' in sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "False"
+
+
+def test_tasks_are_measured_on_rows_in_a_folder(directory, tmp_path, capsys):
+    rows = Path(__file__).parents[1] / "fixtures" / "tasks"
+    for name, more in (("gsm8k", ("--few-shot", 1)), ("math500", ()), ("ifeval", ())):
+        options = ("--data", rows / name, "--max-new-tokens", 4, "--slots", 4, "--limit", 3, *more)
+        assert rl("eval", directory, "--task", name, *options, "-o", tmp_path / name) == 0
+    shown = capsys.readouterr().out
+    assert "gsm8k  strict" in shown and "math500 boxed by subject" in shown
+    tasks = json.loads((tmp_path / "ifeval" / "eval.json").read_text())["tasks"]
+    scores = tasks["ifeval"]["scores"]
+    assert [*scores] == [
+        "prompt_strict",
+        "instruction_strict",
+        "prompt_loose",
+        "instruction_loose",
+    ]
+    lines = (tmp_path / "ifeval" / "problems.jsonl").read_text().splitlines()
+    weights = [json.loads(line)["counts"]["instruction_strict"] for line in lines]
+    assert weights == [2, 2, 1]  # instructions of each prompt
+    right = [json.loads(line)["right"]["instruction_strict"] for line in lines]
+    mean = sum(a * b for a, b in zip(weights, right, strict=True)) / sum(weights)
+    assert scores["instruction_strict"]["accuracy"]["value"] == pytest.approx(mean)
+    assert 0 < mean < 1  # four tokens have no comma, and no five words

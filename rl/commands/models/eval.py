@@ -151,7 +151,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.task == ["help"]:
         for name in tasks.names():
-            print(f"{name:12}{tasks.read(name).about}")
+            each = tasks.read(name)
+            print(f"{name:12}{each.rows or '':>6}  {each.about}")
         return
     flags = _flags(arguments)
     chosen = _tasks(arguments, flags)
