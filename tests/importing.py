@@ -24,7 +24,7 @@ def run_import(*arguments, environment=None) -> tuple[int, str, str]:
             redirect_stderr(said),
             mock.patch.dict(os.environ, environment or {}),
         ):
-            code = cli.main(["import", *map(str, arguments), "-o", str(output)])
+            code = cli.main(["import", "-o", str(output), *map(str, arguments)])
         return code, output.read_text() if output.exists() else "", said.getvalue()
 
 

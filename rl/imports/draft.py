@@ -188,6 +188,11 @@ class Draft:
         """Whether something is not supported on which the training depends."""
         return any(entry.fate == "refused" for entry in self.entries)
 
+    def name(self, key: str) -> str:
+        """Returns the name of a key as the file has it."""
+        word = self.given.words.get(key)
+        return word.name or key if word else key
+
     def place(self, key: str) -> str:
         """Returns where a word stands, or that it is a default."""
         word = self.given.words.get(key) or self.given.launcher.get(key)
@@ -255,7 +260,7 @@ class Draft:
         return bool(entry.keys) and not any(map(self._is_given, entry.keys))
 
     def _comment(self, given: Sequence[str], note: str, has_keys: bool) -> str:
-        origin = ", ".join(f"{key} ({self.place(key)})" for key in given)
+        origin = ", ".join(f"{self.name(key)} ({self.place(key)})" for key in given)
         if not origin and has_keys:
             origin = f"default of {self.framework}"
         return ": ".join(part for part in (origin, note) if part)

@@ -23,11 +23,13 @@ _RESOLUTIONS = 20  # interpolations that stand for further ones
 
 @dataclass(frozen=True)
 class Word:
-    """A value of a file. where: file and line. unresolved: variables of a shell without a value."""
+    """A value of a file. where: file and line. unresolved: variables of a shell without a value.
+    name: of its key in the file, if it is an older name of the key."""
 
     value: Any
     where: str
     unresolved: tuple[str, ...] = ()
+    name: str = ""
 
 
 @dataclass(frozen=True)

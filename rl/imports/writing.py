@@ -86,14 +86,14 @@ def as_json(draft: Draft) -> dict[str, Any]:
 
 def _entry_json(draft: Draft, entry: Entry) -> dict[str, Any]:
     values: dict[str, Any] = {
-        "keys": {key: draft.place(key) for key in entry.keys},
+        "keys": {draft.name(key): draft.place(key) for key in entry.keys},
         "text": entry.text,
     }
     return values | ({"target": entry.target, "value": entry.value} if entry.target else {})
 
 
 def _shown(draft: Draft, entry: Entry) -> str:
-    names = ", ".join(f"{key} ({draft.place(key)})" for key in entry.keys)
+    names = ", ".join(f"{draft.name(key)} ({draft.place(key)})" for key in entry.keys)
     if not entry.target:
         return f"{names}: {entry.text}"
     note = f"; {entry.text}" if entry.text else ""

@@ -200,3 +200,31 @@ def test_a_function_of_verl_gets_its_arguments(tmp_path):
     assert list(scores.total) == [1.0, 4.0]
     with pytest.raises(RewardError, match="no_such"):
         check(VERL, {"score": "no_such"})
+
+
+OPENRLHF_REWARD = """
+class Tensor:
+    def __init__(self, values):
+        self.values = values
+
+    def tolist(self):
+        return self.values
+
+
+def reward_func(queries, prompts, labels):
+    right = [float(query == f"{prompt} {label}") for query, prompt, label
+             in zip(queries, prompts, labels)]
+    return {"rewards": Tensor(right), "scores": right, "extra_logs": {}}
+"""
+
+
+def test_a_function_of_openrlhf_gets_its_arguments(tmp_path):
+    (tmp_path / "reward_func.py").write_text(OPENRLHF_REWARD)
+    name = "rewards.foreign.openrlhf:reward_func"
+    options = {"function": f"{tmp_path}/reward_func.py:reward_func", "label": "truth"}
+    columns = {"truth": ["4", "5"], "other": [1, 2]}
+    with Runner(RunnerOptions(((name, 1.0, options),), workers=1, timeout_s=30.0)) as runner:
+        scores = runner.score(["2 + 2?", "2 + 2?"], [" 4", " 4"], columns)
+    assert list(scores.total) == [1.0, 0.0] and scores.faults == []
+    with pytest.raises(RewardError, match="needs the option `function`"):
+        check(name, {})
