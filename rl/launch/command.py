@@ -12,7 +12,7 @@ import rl
 from rewards.suggest import nearest
 from rl.errors import ConfigError
 from rl.launch import folder
-from rl.launch.configuration import launched_config
+from rl.launch.configuration import LaunchedConfig, launched_config
 from rl.launch.containers import FILES
 from rl.launch.job import (
     RUN_FILE,
@@ -41,12 +41,14 @@ def launch(arguments: argparse.Namespace, files: list[str], overrides: list[str]
     if kind == "xpk" and machines.platform == "tpu" and machines.chips == 8:
         machines = replace(machines, hosts=2, chips=4)  # the machines that xpk takes for 2x4
     job = _job(arguments, machines, files)
-    launched = KINDS[kind](job)  # refuses machines before the configuration is read
+    KINDS[kind](job)  # refuses machines before the configuration is read
     config = launched_config(files, overrides, machines, check=not arguments.no_check)
+    job = replace(job, extras=_extras(arguments, config))
+    launched = KINDS[kind](job)
     texts = {**launched.files, f"{FILES}/{RUN_FILE}": config.yaml}
     copied = {f"{FILES}/{name}": path for name, path in folder.names(config.local).items()}
     written = folder.write(arguments.output, texts, copied, force=arguments.force)
-    remarks = [*launched.remarks, *config.remarks, *_remarks(kind, job)]
+    remarks = [*launched.remarks, *config.remarks, *_remarks(kind, job, config)]
     print(_summary(job, launched, remarks, arguments.output, written))
     return 0
 
@@ -72,6 +74,7 @@ def _job(arguments: argparse.Namespace, machines: Machines, files: list[str]) ->
         setup=tuple(arguments.setup),
         wheel=_wheel(),
         version=_version(),
+        extras=(),
         folder=str(Path.cwd()),
         directory=str(arguments.output.absolute()),
         places=Places(
@@ -116,11 +119,17 @@ def _summary(
     return "\n".join(lines)
 
 
-def _remarks(kind: str, job: Job) -> list[str]:
+def _extras(arguments: argparse.Namespace, config: LaunchedConfig) -> tuple[str, ...]:
+    """Returns those that the user names, and those that the bucket and the configuration need."""
+    bucket = ["gcs"] if (arguments.bucket or "").startswith(("gs://", "gcs://")) else []
+    return tuple(dict.fromkeys([*bucket, *config.extras, *arguments.extra]))
+
+
+def _remarks(kind: str, job: Job, config: LaunchedConfig) -> list[str]:
     """Returns what the user should know about the folder of the run."""
     if kind == "slurm":
         return [f"all nodes have to see {job.folder}"]
-    if job.bucket is not None:
+    if job.bucket is not None or config.is_remote:
         return []
     several = "; several hosts cannot run without it" if job.machines.all_hosts > 1 else ""
     return [f"--bucket is missing: a run that starts again begins at its first step{several}"]

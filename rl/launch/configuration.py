@@ -1,4 +1,4 @@
-"""The configuration that a launched run gets: that of the user, for the machines of the topology."""
+"""The configuration that a launched run gets: that of the user, for its machines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rewards import plugins
+from rl import tasks
+from rl.config.data import datasets_of
 from rl.config.files import RunConfig, merged, report, resolved_yaml, validate
 from rl.errors import ConfigError
 from rl.launch.machines import Machines
@@ -18,10 +21,13 @@ _LARGEST = 64 * 2**20
 @dataclass(frozen=True)
 class LaunchedConfig:
     """yaml: the file of the run. local: files and folders of this machine that the run reads, by
-    their relative paths. remarks: what differs from the configuration, and what is not copied."""
+    their relative paths. extras: of the wheel, that its keys need. is_remote: whether it names a
+    remote folder. remarks: what differs from the configuration, and what is not copied."""
 
     yaml: str
     local: list[Path]
+    extras: list[str]
+    is_remote: bool
     remarks: list[str]
 
 
@@ -49,7 +55,28 @@ def launched_config(
         config = load(files, overrides) if check else _unchecked(files, overrides)
     _check_mesh(config, machines)
     local, left_out = _local_files(config)
-    return LaunchedConfig(resolved_yaml(config), local, [*remarks, *left_out])
+    is_remote = config.run.remote is not None
+    remarks += left_out
+    return LaunchedConfig(resolved_yaml(config), local, _extras(config), is_remote, remarks)
+
+
+def _extras(config: RunConfig) -> list[str]:
+    """Returns the extras of the wheel that keys of the configuration need, where they say so."""
+    texts = list(_texts(config.model_dump()))
+    made = [each.task for each in datasets_of(config.data) if each.task is not None]
+    rewards = [config.rewards, *(stage.rewards for stage in config.stages)]
+    names = [each.name for settings in rewards if settings for each in settings.functions]
+    needs = {
+        "gcs": any(text.startswith(("gs://", "gcs://")) for text in texts),
+        "mlflow": config.run.mlflow is not None,
+        "trackio": config.run.trackio is not None,
+        "tasks": bool({"math", "reasoning_gym"} & {*names}) or any(map(_is_of_gym, made)),
+    }
+    return [name for name, needed in needs.items() if needed]
+
+
+def _is_of_gym(task: str) -> bool:
+    return not plugins.is_plugin(task) and task not in tasks.names()
 
 
 def _unchecked(files: Sequence[str], overrides: Sequence[str]) -> RunConfig:
@@ -73,14 +100,14 @@ def _check_mesh(config: RunConfig, machines: Machines) -> None:
             known = {axis: size for axis, size in sizes.items() if size != 1}
             raise ConfigError(
                 f"{where}: {known or 'every axis 1'} does not fit the {there} {what} of --topology "
-                f"{machines.name} ({machines.described()}); set {where}.AXIS=NUMBER, -1 for what is "
-                "left"
+                f"{machines.name} ({machines.described()}); set {where}.AXIS=NUMBER, -1 for "
+                "what is left"
             )
 
 
 def _local_files(config: RunConfig) -> tuple[list[Path], list[str]]:
-    """Returns relative paths of this machine that the configuration names, and remarks on those that
-    are not copied."""
+    """Returns relative paths of this machine that the configuration names, and remarks on those
+    that are not copied."""
     tree = config.model_dump(exclude={"run": {"dir"}})
     paths = {path for text in _texts(tree) if (path := _path(text)) is not None}
     copied, remarks, size = [], [], 0

@@ -7,16 +7,17 @@ import shlex
 from rl.launch.job import Job
 
 FILES = "files"
-"""Folder of what goes into the image: the wheel, the configuration, and local files that it names."""
+"""Folder of what goes into the image: the wheel, the configuration, and files that it names."""
 
 _DOCKERFILE = """\
 # Image of a run on {what}: Duet from its wheel, the configuration, and the files that it names.
 FROM python:3.12-slim
 {environment}WORKDIR /work
 COPY {files}/*.whl /tmp/wheel/
-RUN pip install --no-cache-dir "$(echo /tmp/wheel/*.whl)[{extras}]" && rm -r /tmp/wheel
+RUN pip install --no-cache-dir "$(echo /tmp/wheel/*.whl)[{extras}]"{packages} && rm -r /tmp/wheel
 COPY {files}/ ./
 """
+_OF_SCHEME = {"s3": "s3fs", "abfs": "adlfs", "az": "adlfs"}
 _WHAT = {"tpu": "TPUs", "gpu": "GPUs (jax brings CUDA; the host has the driver)"}
 _ENVIRONMENT = {
     "tpu": "ENV PYTHONUNBUFFERED=1\n",
@@ -28,7 +29,13 @@ _ENVIRONMENT = {
 def extras(job: Job) -> str:
     """Returns the extras of the wheel that the run needs."""
     platform = {"tpu": "tpu", "gpu": "cuda"}[job.machines.platform]
-    return f"{platform},gcs" if (job.bucket or "").startswith("gs://") else platform
+    return ",".join([platform, *job.extras])
+
+
+def packages(job: Job) -> str:
+    """Returns what else `pip install` gets: the package of the bucket, if no extra has it."""
+    name = _OF_SCHEME.get((job.bucket or "").partition("://")[0])
+    return f" {name}" if name else ""
 
 
 def dockerfile(job: Job) -> dict[str, str]:
@@ -39,6 +46,7 @@ def dockerfile(job: Job) -> dict[str, str]:
         environment=_ENVIRONMENT[platform],
         files=FILES,
         extras=extras(job),
+        packages=packages(job),
     )
     return {f"Dockerfile.{platform}": text}
 

@@ -33,8 +33,8 @@ def write(
     ]
     if others and not force:
         raise ConfigError(
-            f"{directory}: {', '.join(others)}: `rl launch` has not written this, or it was changed "
-            "since; give another folder, or --force to replace it"
+            f"{directory}: {', '.join(others)}: `rl launch` has not written this, or it was "
+            "changed since; give another folder, or --force to replace it"
         )
     try:
         for name, content in contents.items():

@@ -11,7 +11,7 @@ from rl.launch.machines import Machines
 FAILING_CODES = (1, 2, 3, 4, 5, 6)
 """Exit codes of `rl-train` after which a new start would fail in the same way."""
 RESTARTING_CODES = (75, 76)
-"""Exit codes after which a new start continues the run: interrupted and saved; a process was lost."""
+"""Exit codes after which a new start continues the run: it was saved, or a process was lost."""
 KILLED_CODES = (134, 135, 137, 139, 143)
 """128 and the signal that ended a process: SIGABRT, SIGBUS, SIGKILL, SIGSEGV, SIGTERM."""
 PORT = 8476
@@ -48,8 +48,8 @@ class Secret:
             _SECRET.fullmatch(secret) and len(secret) < 64 and (not key or _KEY.fullmatch(key))
         ):
             raise ConfigError(
-                f"--secret {variable}=...: this is no name of a secret (lower-case letters, digits, "
-                "`-` and `.`). Give the name of the secret that holds the value, never the value; "
+                f"--secret {variable}=...: this is no name of a secret (lower-case letters, "
+                "digits, `-` and `.`). Give the name of the secret that holds the value, never the value; "
                 "files would show it"
             )
         return cls(variable, secret or None, key or variable)
@@ -78,11 +78,11 @@ class Places:
 class Job:
     """A run to launch.
 
-    name: of the job and of the folder of the run. bucket: remote folder of the run. image: of the
-    container; None: none was named. grace: seconds from the request to stop to the kill. max_restarts:
-    starts after the first. setup: shell lines before the run, on SLURM. wheel: what `pip wheel` takes
-    to make the wheel. folder: working directory of the command line; directory: of the files. Both are
-    absolute.
+    name: of the job and of the folder of the run. bucket: remote folder of runs. image: of the
+    container; None: none was named. grace: seconds from the request to stop to the kill.
+    max_restarts: starts after the first. setup: shell lines before the run, on SLURM. wheel: what
+    `pip wheel` takes to make the wheel. extras: of the wheel, besides that of the platform. folder:
+    working directory of the command line. directory: of the files. Both are absolute.
     """
 
     name: str
@@ -97,6 +97,7 @@ class Job:
     setup: tuple[str, ...]
     wheel: str
     version: str
+    extras: tuple[str, ...]
     folder: str
     directory: str
     places: Places = field(default_factory=Places)

@@ -1,5 +1,5 @@
-"""Reads `--topology` of `rl launch`: the slices, hosts and chips that a run gets, and their names at
-the clouds.
+"""Reads `--topology` of `rl launch`: the slices, hosts and chips of a run, and their names at the
+clouds.
 
 Topologies and machine types of TPUs: Google's pages "Plan TPUs in GKE" and those of each version of
 Cloud TPU. Labels of GPUs: "GPU platforms" of Compute Engine, and SkyPilot's catalog.
@@ -23,6 +23,11 @@ HOW = (
     "2xKIND:... for two slices, h100:8 for a host with 8 GPUs, or 4xh100:8 for four hosts"
 )
 
+_SIDE = 64
+"""Cubes along a side of the longest slice."""
+_NAMED = 6144
+"""Chips of the largest slice whose name stands for the topology nearest to a cube."""
+
 
 @dataclass(frozen=True)
 class TpuKind:
@@ -30,8 +35,9 @@ class TpuKind:
 
     gke: value of the node label gke-tpu-accelerator. prefix, per_chip: of the name of a slice,
     prefix-NUMBER, and how many a chip counts there. runtime: software version of a TPU VM; None: it
-    comes with GKE only. cubes: the largest slice of three dimensions; 0: it has two. devices:
-    devices of jax in a chip.
+    comes with GKE only. cubes: 4x4x4 of the largest slice of three dimensions; 0: it has two.
+    devices: devices of jax in a chip. sizes: numbers of chips for which the name of a slice stands
+    for one of several topologies, that nearest to a cube; None: all up to 6144.
     """
 
     gke: str
@@ -40,6 +46,7 @@ class TpuKind:
     runtime: str | None
     cubes: int = 0
     devices: int = 1
+    sizes: tuple[int, ...] | None = None
 
     @functools.cached_property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -57,13 +64,15 @@ class TpuKind:
                 (4 * a, 4 * b, 4 * c)
                 for a in cubes
                 for b in range(a, self.cubes // a + 1)
-                for c in range(b, self.cubes // (a * b) + 1)
+                for c in range(b, min(self.cubes // (a * b), _SIDE) + 1)
             ),
         ]
 
 
 TPUS = {
-    "v4": TpuKind("tpu-v4-podslice", "v4", 2, "tpu-ubuntu2204-base", cubes=64),
+    "v4": TpuKind(
+        "tpu-v4-podslice", "v4", 2, "tpu-ubuntu2204-base", 64, sizes=(256, 512, 768, 1024, 2048)
+    ),
     "v5e": TpuKind("tpu-v5-lite-podslice", "v5litepod", 1, "v2-alpha-tpuv5-lite"),
     "v5p": TpuKind("tpu-v5p-slice", "v5p", 2, "v2-alpha-tpuv5", cubes=140),
     "v6e": TpuKind("tpu-v6e-slice", "v6e", 1, "v2-alpha-tpuv6e"),
@@ -165,10 +174,12 @@ class Machines:
 
     @property
     def is_usual(self) -> bool:
-        """Whether the name of the slice stands for this topology: of all with as many chips, it is
-        nearest to a cube."""
+        """Whether the name of the slice stands for this topology."""
         chips = self.hosts * self.chips
         same = [shape for shape in self.tpu.shapes if math.prod(shape) == chips]
+        sizes = self.tpu.sizes
+        if len(same) > 1 and (chips > _NAMED if sizes is None else chips not in sizes):
+            return False
         return self.shape == _text(min(same, key=lambda shape: (max(shape), -min(shape))))
 
     def described(self) -> str:
@@ -206,6 +217,7 @@ def _chips_of_host(name: str, kind: str, shape: Sequence[int], asked: int | None
         possible = [8, 4]
     if asked is not None and asked not in possible:
         raise ConfigError(
-            f"--chips-per-host {asked}: hosts of {name} have {' or '.join(map(str, possible))} chips"
+            f"--chips-per-host {asked}: hosts of {name} have "
+            f"{' or '.join(map(str, possible))} chips"
         )
     return asked or possible[0]

@@ -1,4 +1,4 @@
-"""SkyPilot: a managed job, which SkyPilot starts again elsewhere when its machines are taken away."""
+"""SkyPilot: a managed job, which starts again elsewhere when its machines are taken away."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl.errors import ConfigError
-from rl.launch.containers import FILES, extras, wheel_command
+from rl.launch.containers import FILES, extras, packages, wheel_command
 from rl.launch.job import PORT, RESTARTING_CODES, Job, Launched
 from rl.launch.yaml_text import dump
 
 FILE = "sky.yaml"
 SETTINGS = "sky.config.yaml"
 _HEADER = """\
-# Made by `rl launch sky` for SkyPilot 0.14. A managed job: SkyPilot starts it again when its machines
-# are taken away, and after the exit codes {codes} of the run; it fails at any other.
+# Made by `rl launch sky` for SkyPilot 0.14. A managed job: SkyPilot starts it again when its
+# machines are taken away, and after the exit codes {codes} of the run; it fails at any other.
 """
 _SETUP = """\
 export PATH="$HOME/.local/bin:$PATH"
 command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
 uv venv --allow-existing --python 3.12 ~/duet
-uv pip install --python ~/duet/bin/python "$(echo *.whl)[{extras}]"
+uv pip install --python ~/duet/bin/python "$(echo *.whl)[{extras}]"{packages}
 """
 
 
@@ -71,7 +71,7 @@ def _task(job: Job) -> dict[str, Any]:
         address = urlsplit(job.bucket)
         source = f"{address.scheme}://{address.netloc}"
         task["file_mounts"] = {"/bucket": {"source": source, "mode": "MOUNT"}}
-    task["setup"] = _SETUP.format(extras=extras(job))
+    task["setup"] = _SETUP.format(extras=extras(job), packages=packages(job))
     task["run"] = _run(job)
     return task
 

@@ -14,14 +14,14 @@ _SHIFT = 200
 _SCRIPT = """\
 #!/bin/bash
 {options}
-# Made by `rl launch slurm`. {grace} seconds before the end of its time, SLURM asks the run to stop; it
-# saves, and the job is queued again, as after the loss of a node, at most {restarts} times. Exit codes
-# 1 to 6 of the run end the job.
+# Made by `rl launch slurm`. {grace} seconds before the end of its time, SLURM asks the run to stop;
+# it saves, and the job is queued again, as after the loss of a node, at most {restarts} times. Exit
+# codes 1 to 6 of the run end the job.
 set -uo pipefail
 cd {folder}
 {checks}{setup}
-# srun ends with the highest code of its tasks. Codes 1 to {last} of one task, which say what is wrong,
-# have to win over 76 of the others.
+# srun ends with the highest code of its tasks. Codes 1 to {last} of one task, which say what is
+# wrong, have to win over 76 of the others.
 task='
     trap : TERM  # the run gets it too, and ends by itself
     {train}
@@ -57,8 +57,8 @@ def launched(job: Job) -> Launched:
     """Returns the batch script. Raises ConfigError for TPUs and what SLURM has no word for."""
     if job.machines.platform != "gpu":
         raise ConfigError(
-            f"--topology {job.machines.name}: `rl launch slurm` is for GPUs, as 2xh100:8; for TPUs: "
-            "jobset, xpk, tpu-vm or sky"
+            f"--topology {job.machines.name}: `rl launch slurm` is for GPUs, as 2xh100:8; for "
+            "TPUs: jobset, xpk, tpu-vm or sky"
         )
     if job.spot:
         raise ConfigError("--spot: SLURM has none; name a partition with --partition")
@@ -92,9 +92,7 @@ def launched(job: Job) -> Launched:
     ]
     remarks = []
     if not job.image:
-        remarks.append(
-            "the nodes run `rl-train` of the environment that --setup activates, or that of your shell"
-        )
+        remarks.append("the nodes run `rl-train` of what --setup activates, or else of your shell")
     return Launched({FILE: script, **(dockerfile(job) if job.image else {})}, commands, remarks)
 
 

@@ -13,8 +13,8 @@ FILE = "tpu-vm.sh"
 WORKER = "worker.sh"
 _SCRIPT = """\
 #!/bin/bash
-# Made by `rl launch tpu-vm`. Creates the TPU VMs, runs {worker} on each host, and creates them again
-# when they were taken away. Exit codes 1 to 6 of the run end it; the script then ends with the code
+# Made by `rl launch tpu-vm`. Creates the TPU VMs, runs {worker} on each host, and creates them
+# again when they were taken away. Exit codes 1 to 6 of the run end it; the script then ends with the code
 # of the run. Run it where it can go on, for example in tmux; if it is cut off, start it again: the
 # containers go on, and it follows them. It never deletes TPU VMs that run; you pay until you type
 #   gcloud compute tpus queued-resources delete {name} --force --project=... --zone=...
@@ -102,8 +102,8 @@ def launched(job: Job) -> Launched:
         )
     if machines.tpu.runtime is None:
         raise ConfigError(
-            f"--topology {machines.name}: {machines.kind} comes with GKE only; use rl launch jobset "
-            "or xpk"
+            f"--topology {machines.name}: {machines.kind} comes with GKE only; use rl launch "
+            "jobset or xpk"
         )
     several = machines.slices > 1
     nodes = [f"{job.name}-{number}" for number in range(machines.slices)] if several else [job.name]
@@ -125,7 +125,8 @@ def launched(job: Job) -> Launched:
         *(
             (
                 f"keep {each.variable} in Secret Manager, from a variable of your shell",
-                f'printf %s "${each.variable}" | gcloud secrets create {_secret(each)} --data-file=-',
+                f'printf %s "${each.variable}" | '
+                f"gcloud secrets create {_secret(each)} --data-file=-",
             )
             for each in job.secrets
         ),

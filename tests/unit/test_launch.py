@@ -4,7 +4,7 @@ import pytest
 
 from rl.cluster import launch as launching
 from rl.cluster.launch import Launch, launch
-from rl.errors import ConfigError
+from rl.errors import ConfigError, ProcessLost
 
 SLURM = {
     "SLURM_JOB_ID": "77",
@@ -67,3 +67,15 @@ def test_clusters_are_detected(environment, address, rest, monkeypatch):
         re.fullmatch(address, result.coordinator)
         and (result.count, result.index, result.devices) == rest
     )
+
+
+def test_a_process_that_does_not_reach_the_others_may_start_again(monkeypatch):
+    def too_late(*arguments, **options):
+        raise RuntimeError("DEADLINE_EXCEEDED: Barrier timed out")
+
+    monkeypatch.setattr("jax.distributed.initialize", too_late)
+    with pytest.raises(
+        ProcessLost, match="process 1 of 2 cannot connect.*at a:1.*timed out"
+    ) as lost:
+        launching.start(Launch("a:1", 2, 1))
+    assert lost.value.exit_code == 76

@@ -1,5 +1,5 @@
-"""What `rl launch` writes is what JobSet, xpk, gcloud, SLURM and SkyPilot accept, and its scripts start
-a run again after the exit codes after which it can continue, and after no other."""
+"""What `rl launch` writes is what JobSet, xpk, gcloud, SLURM and SkyPilot accept, and its scripts
+start a run again after the exit codes after which it can continue, and after no other."""
 
 import json
 import os
@@ -239,6 +239,15 @@ def test_the_configuration_is_that_of_the_machines_with_the_files_that_it_names(
     assert "COPY files/ ./" in docker and "[tpu]" in docker
 
 
+def test_the_image_has_the_extras_of_what_the_configuration_names(tmp_path):
+    options = ["rewards.functions.0.name=math", "run.mlflow={}", "--extra", "vision", "--no-check"]
+    assert launch("jobset", "v6e:4x4", tmp_path, "--bucket", "gs://b/r", *options) == 0
+    text = (tmp_path / "Dockerfile.tpu").read_text()
+    assert '[tpu,gcs,mlflow,tasks,vision]" && rm' in text
+    assert launch("jobset", "2xh100:8", tmp_path / "s3", "--bucket", "s3://b/r") == 0
+    assert '[cuda]" s3fs && rm' in (tmp_path / "s3" / "Dockerfile.gpu").read_text()
+
+
 def test_paths_of_the_machines_need_not_exist_here(tmp_path):
     options = ["model=/no/such/folder", "--no-check"]
     assert launch("slurm", "h100:8", tmp_path, *options) == 0
@@ -259,8 +268,8 @@ def test_only_files_that_nobody_changed_are_replaced(tmp_path, capsys):
 
 # `xpk workload create --help` of xpk 1.16.0: options, of which those of FLAGS have no value.
 XPK = """--base-docker-image --cluster --command --debug-dump-gcs --device-type --docker-image
---docker-image-pull-secret --docker-name --env --env-file --experiment-name --max-restarts --namespace
---num-nodes --num-slices --output-manifest-file --priority --project --project-number
+--docker-image-pull-secret --docker-name --env --env-file --experiment-name --max-restarts
+--namespace --num-nodes --num-slices --output-manifest-file --priority --project --project-number
 --ramdisk-directory --reservation --restart-on-exit-codes --scheduler --script-dir --storage
 --termination-grace-period-seconds --tpu-type --ttl-seconds-after-finished --workload --zone"""
 XPK_FLAGS = "--dry-run --enable-debug-logs --flex --mtc-enabled --on-demand --quiet --spot"
@@ -597,7 +606,7 @@ def test_skypilot_accepts_its_tasks(tmp_path):
         settings = yaml.safe_load((folder / "sky.config.yaml").read_text())
         jsonschema.validate(settings, schemas.get_config_schema())
     task = sky(folder)
-    task["resources"]["job_recovery"]["recover_on_exit_code"] = 75
+    task["resources"]["use_spots"] = True
     with pytest.raises(jsonschema.ValidationError):
         check_sky(task, known)
 

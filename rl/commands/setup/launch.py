@@ -10,9 +10,9 @@ from rl.commands.train import split_arguments
 
 SUMMARY = "files that start a run on a cluster"
 DESCRIPTION = """\
-Writes files that start a run elsewhere, and prints the commands to type. It starts nothing and needs
-no client of a cloud. KIND is jobset (JobSet on GKE), xpk, tpu-vm, slurm or sky (SkyPilot). After a
-preemption the run is started again; it is not where it failed by itself (docs/launch.md).
+Writes files that start a run elsewhere, and prints the commands to type. It starts nothing and
+needs no client of a cloud. KIND is jobset (JobSet on GKE), xpk, tpu-vm, slurm or sky (SkyPilot).
+After a preemption the run is started again; it is not where it failed by itself (docs/launch.md).
 """
 HELP = """\
   rl launch jobset configs/grpo_deepseek.yml --topology v5p:4x8x8 -o launch \\
@@ -63,6 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     capacity.add_argument("--reservation", metavar="NAME", help="machines that are reserved")
     parser.add_argument(
         "--chips-per-host", type=int, metavar="N", help="of v5e:2x4 and v6e:2x4: 8 or 4 (8)"
+    )
+    parser.add_argument(
+        "--extra",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="extra of duet-rl that the run needs, as vision; may be repeated. Those of the "
+        "bucket, trackers and tasks are known",
     )
     parser.add_argument(
         "--grace",

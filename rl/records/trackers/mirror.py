@@ -1,4 +1,4 @@
-"""Declares what shows the events of a run elsewhere. Steps of all stages are numbered in sequence."""
+"""Declares what shows the events of a run elsewhere, and numbers the steps of all stages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Sends the steps of a run to a tracker in a thread of its own, each step once.
 
 A tracker that is slow, or waits for a server, does not delay the run. events.jsonl says which steps
-there are. When a run starts or continues, the tracker gets those up to the checkpoint that it lacks:
-those that a kill, or a server that was away, has kept from it. A step that it has is not sent again.
+there are. When a run starts or continues, the tracker gets those up to the checkpoint that it
+lacks: those that a kill, or a server that was away, has kept from it. A step that it has is not
+sent again.
 """
 
 from __future__ import annotations
