@@ -108,8 +108,9 @@ class DataOptions(Strict):
     options: PluginOptions = Field(default={}, description="options of the task")
     path: Annotated[str | None, HOME] = Field(
         default=None,
-        description="file, folder, or a dataset of the Hugging Face hub: org/name, or "
-        "hf://org/name@revision; relative paths start at the working directory",
+        description="file, folder, a dataset of the Hugging Face hub: org/name, or "
+        "hf://org/name@revision, or a URL such as gs://bucket/rows.jsonl (docs/remote.md); "
+        "relative paths start at the working directory",
     )
     subset: str | None = Field(
         default=None, description="configuration of a hub dataset that has several"

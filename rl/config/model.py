@@ -103,7 +103,8 @@ class ModelOptions(Section):
 
     source: Annotated[str, HOME] = Field(
         description="Hugging Face directory, the name of a file in configs/models/ (random "
-        "weights), or a model on the Hugging Face hub: org/name, or hf://org/name@revision"
+        "weights), a model on the Hugging Face hub: org/name, or hf://org/name@revision, or a URL such "
+        "as gs://bucket/model (docs/remote.md)"
     )
     overrides: Annotated[dict[str, Any], FINITE] = Field(
         default={},
@@ -208,7 +209,7 @@ class TokenizerOptions(Strict):
     source: Annotated[str | None, HOME] = Field(
         default=None,
         description="directory of a tokenizer, a repository of the Hugging Face hub (org/name, "
-        "hf://org/name@revision), or a built-in one: bytes, characters; default: the model's "
+        "hf://org/name@revision), a URL, or a built-in one: bytes, characters; default: the model's "
         "directory",
     )
     alphabet: str | None = Field(default=None, description="characters: the characters that exist")
@@ -236,7 +237,7 @@ class TeacherOptions(Strict):
     source: Annotated[str | None, HOME] = Field(
         default=None,
         description="Hugging Face directory with the tokenizer of the run, the directory of a "
-        "finished run, or a model on the hub; or the name of a file in configs/models/ (random "
+        "finished run, a model on the hub or at a URL; or the name of a file in configs/models/ (random "
         "weights, to try a configuration). opd also: policy, the policy before the updates of the "
         "step; reference, the policy at the start of the stage, or as `reference_every` renews it",
     )

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Literal
 from rewards.suggest import nearest_path
 from rl.data.hub import COMMIT, PREFIX, HubName, fetch, hub_name
 from rl.errors import DuetError, ModelError, ResourceError, no_room
+from rl.remote.cache import fetched
+from rl.remote.faults import RemoteError
+from rl.remote.urls import is_remote
 
 if TYPE_CHECKING:
     from policy.config import DecoderConfig
@@ -57,12 +60,18 @@ def directory(source: str, *, weights: bool = False, part: Part = "model") -> Pa
     """Returns the directory of a model or tokenizer, or None for a name without files, such as a
     preset. That of an adapter stands for the adapter over its base.
 
-    For a repository on the hub, downloads configuration and tokenizer to the cache of
+    For a URL, fetches these files to the cache of rl/remote/cache.py. For a repository on the hub,
+    downloads configuration and tokenizer to the cache of
     huggingface_hub, with `weights` also safetensors. Other formats of weights are never read, since
     they are pickles. Raises ModelError for a repository that the hub or the cache does not have,
     ResourceError if the cache has no room.
     """
-    result = Path(source) if Path(source).is_dir() else _on_hub(source, weights, part)
+    if Path(source).is_dir():
+        result = Path(source)
+    elif is_remote(source):
+        result = _of_url(source, weights, part)
+    else:
+        result = _on_hub(source, weights, part)
     if result is not None and part != "tokenizer":
         _fetch_base(result, weights, part)
     return result
@@ -94,6 +103,26 @@ def text_directory(model: Path) -> Path:
         return sources.base_of(model)
     except ValueError as error:
         raise ModelError(f"model {model}: {error}") from None
+
+
+def _of_url(source: str, weights: bool, part: Part) -> Path:
+    """Returns the local copy of a model at a URL. Raises as `directory`, ConfigError for a URL that
+    cannot be used."""
+    from policy.huggingface import sources
+
+    patterns = (*CONFIGURATION, *(WEIGHTS if weights else ()))
+    try:
+        copy = fetched(source, patterns)
+    except RemoteError as error:
+        raise ModelError(f"{part} {source}: {error}") from None
+    if part != "tokenizer" and not sources.is_model(copy):
+        raise ModelError(f"{part} {source}: there is no config.json below this URL")
+    if weights and not any(copy.glob("*.safetensors")):
+        raise ModelError(
+            f"{part} {source}: there are no safetensors below this URL, the only weights that are "
+            "read"
+        )
+    return copy
 
 
 def _on_hub(source: str, weights: bool, part: Part) -> Path | None:
@@ -251,6 +280,9 @@ def pinned(source: str, part: Part = "model") -> str:
 
     Raises as `directory`.
     """
+    if is_remote(source):
+        directory(source, part=part)
+        return source
     repository = hub_name(source)
     if repository is None or (snapshot := directory(source, part=part)) is None:
         return source

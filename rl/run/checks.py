@@ -208,7 +208,7 @@ def _model(config: RunConfig) -> Iterator[Fault]:
     path = ("model", "source")
     source = config.model.source
     directory = Path(source)
-    on_hub = hub_name(source) is not None
+    on_hub = hub_name(source) is not None or is_remote(source)
     if source in model_presets():
         return
     if not directory.exists() and not on_hub:
@@ -439,7 +439,10 @@ def _data(path: Key, data: DataOptions) -> Iterator[Fault]:
                     f"the file {data.path} is read as it is and has no {key}s; write {key}: null",
                     key=(*path, key),
                 )
-        if (
+        if is_remote(data.path):
+            if (problem := problem_of(data.path)) is not None:
+                yield Fault(problem, key=(*path, "path"))
+        elif (
             not Path(data.path).exists()
             and not packaged(data.path)
             and hub_name(data.path, alone=True) is None
@@ -456,15 +459,10 @@ def _address(path: str) -> str:
     scheme, separator, rest = path.partition("://")
     if not separator:
         return ". Variables of a shell are not replaced here" if path.startswith("$") else ""
-    if scheme == "file":
-        return f"; write {rest}"
     name = rest.removeprefix("datasets/")
     if scheme == "hf" and hub_name(name) is not None:
         return f"; write {name}, which is looked for on the Hugging Face hub"
-    return (
-        "; only files of this machine and names on the Hugging Face hub (org/name) are read: "
-        "download it"
-    )
+    return "; write hf://org/name"
 
 
 def _rewards(path: Key, settings: RewardSettings) -> Iterator[Fault]:

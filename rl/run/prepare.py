@@ -18,9 +18,9 @@ from rl.config.data import DataOptions, datasets_of
 from rl.config.model import TokenizerOptions
 from rl.config.run import RunConfig
 from rl.data.encoded import Problem
-from rl.data.hub import hub_name
 from rl.data.inspect import weights
 from rl.data.reader import DataReader
+from rl.data.rows.sources import is_downloaded
 from rl.data.tokenizer import reads_date
 from rl.errors import DataError, Fault, ModelError
 from rl.records.run_files import EVENTS
@@ -172,8 +172,8 @@ def read_held_out(config: RunConfig, *, first: int | None = None, hub: bool = Tr
         for each in datasets_of(held_out.data):
             if not hub and _on_hub(each):
                 notes.append(
-                    f"{each.path} is a dataset of the hub: its rows were not read (rl inspect "
-                    "reads them)"
+                    f"{each.path} is a dataset of the hub, or at a URL: its rows were not read "
+                    "(rl inspect reads them)"
                 )
             elif first is None:
                 sources.append(each)
@@ -205,7 +205,7 @@ def _created(config: RunConfig) -> list[StageKind]:
 
 
 def _on_hub(source: DataOptions) -> bool:
-    return source.path is not None and hub_name(source.path, alone=True) is not None
+    return source.path is not None and is_downloaded(source.path)
 
 
 def _effects(stages: Sequence[StageKind]) -> list[str]:

@@ -803,11 +803,8 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(folder):
             "data={path: rows.jsonl, subset: main}",
             "data.subset: the file rows.jsonl is read as it is and has no subsets",
         ),
-        (
-            "data=https://x.org/rows.jsonl",
-            "names on the Hugging Face hub (org/name) are read: download it",
-        ),
-        ("data=file:///tmp/rows.jsonl", "; write /tmp/rows.jsonl"),
+        ("data=s4://bucket/rows.jsonl", "s4:// is no scheme that fsspec knows"),
+        ("data=s3://me:secret@bucket/rows.jsonl", "a URL with a password is refused"),
         (
             "data=hf://datasets/org/name",
             "; write org/name, which is looked for on the Hugging Face hub",

@@ -66,6 +66,9 @@ NOT_RUN = {
     "pip install 'duet-rl[gcs]'",  # test_mirror.py and test_remote_runs.py use remote folders
     "gcloud auth application-default login",
     "rl doctor --remote gs://my-bucket/runs/first",
+    "rl-train configs/my_run.yml model=gs://my-bucket/models/base "
+    "data=gs://my-bucket/rows/train.jsonl",
+    "rl generate gs://my-bucket/models/base --prompts prompts.txt",
     "rl-train configs/quickstart.yml run.dir=runs/first run.remote=gs://my-bucket/runs/first",
     "rl-train configs/quickstart.yml run.dir=runs/first",
     "rl-train runs/first",

@@ -101,7 +101,6 @@ def test_names_of_the_hub(name, cache):
         "org/..",
         "hf://",
         "hf://a/b/c",
-        "gs://a/b",
         "a/b@../x",
     ],
 )

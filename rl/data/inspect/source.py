@@ -26,8 +26,10 @@ from rl.data.inspect.stage_rows import Encoded, StageRows
 from rl.data.limits import Limit, cut_row, fit, never_cut, too_long_key
 from rl.data.media import conflicts, decode_first, kinds_of, read_processors, with_lists
 from rl.data.rows.forms import read_labelled
+from rl.data.rows.sources import is_downloaded
 from rl.data.tokenizer import history_of, read_tokenizer
 from rl.errors import ConfigError, DataError, Fault
+from rl.remote.urls import is_remote
 from rollout.media.processors import Processors
 from rollout.text.interface import Tokenizer
 from rollout.text.tokenizer import CHAT_TEMPLATE
@@ -139,7 +141,8 @@ def length_faults(config: RunConfig) -> list[Fault]:
 
 def random_weights(config: RunConfig) -> bool:
     """Tells whether a run starts from random weights: its model is the name of an architecture."""
-    return hub_name(config.model.source) is None and not Path(config.model.source).is_dir()
+    source = config.model.source
+    return hub_name(source) is None and not is_remote(source) and not Path(source).is_dir()
 
 
 def declared_stops(config: RunConfig) -> dict[str, list[int]]:
@@ -310,11 +313,13 @@ def check_first_rows(config: RunConfig, count: int = 100) -> list[str]:
     notes: list[str] = []
 
     def shortened(options: AnyData) -> AnyData | None:
-        if options.path is None or hub_name(options.path, alone=True) is None:
+        if options.path is None or not is_downloaded(options.path):
             return options.model_copy(update={"limit": min(count, options.limit or count)})
         notes.append(
             f"{options.path} is a dataset of the hub{nearest_path(options.path)}: its rows were "
             "not read (rl inspect reads them)"
+            if not is_remote(options.path)
+            else f"{options.path} is at a URL: its rows were not read (rl inspect reads them)"
         )
         return None
 

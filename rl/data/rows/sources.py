@@ -14,6 +14,9 @@ from rl.data.hub import hub_name
 from rl.data.rows import folders
 from rl.data.rows.files import DataRow, Malformed, Rows, problem_of, read_file
 from rl.errors import ConfigError, DataError
+from rl.remote.cache import fetched
+from rl.remote.faults import RemoteError
+from rl.remote.urls import is_remote
 
 _BATCH = 16
 """Rows of a table that are in memory at a time, because they may hold the bytes of pictures."""
@@ -53,12 +56,22 @@ def folder_of(options: DataOptions) -> Path:
     return path.parent if path.is_file() else Path()
 
 
+def is_downloaded(name: str) -> bool:
+    """Tells whether a dataset is on the Hugging Face hub or at a URL, and no file of this machine."""
+    return is_remote(name) or hub_name(name, alone=True) is not None
+
+
 def _existing(name: str) -> Path:
-    """Returns the path of a file or folder that exists, also one that the package has; any other
-    path as it is."""
+    """Returns the path of a file or folder that exists, also one that the package has, or the local
+    copy of a URL; any other path as it is. Raises DataError for a URL that cannot be read."""
     from rl.config.packaged import packaged
 
     path = Path(name)
+    if is_remote(name) and not path.exists():
+        try:
+            return fetched(name)
+        except RemoteError as error:
+            raise DataError(f"data {name}: {error}") from None
     return path if path.exists() else packaged(path) or path
 
 
