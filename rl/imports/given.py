@@ -40,7 +40,8 @@ class Syntax:
     matches, or the full match if there are no groups; an empty group says that the next word is the
     name. form: `dotted` (a.b=1, nested files are the same keys) or `flags` (--a.b 1). nested:
     whether a mapping in a file is a section; else it is a value. files: flags or keys that name
-    further files, which are read first.
+    further files, which are read first, and file: what a word is that names one. shipped: names of
+    files with the framework's own defaults, which are not read.
     """
 
     framework: str
@@ -48,6 +49,8 @@ class Syntax:
     form: Literal["dotted", "flags"]
     nested: bool = True
     files: tuple[str, ...] = ()
+    file: re.Pattern[str] | None = None
+    shipped: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -265,9 +268,14 @@ def _with_files(
     given: Given, folder: Path, syntax: Syntax, environment: Mapping[str, str]
 ) -> Given:
     """Reads the files that a command line names, and puts its own keys over theirs."""
+    words = [
+        word for word in given.positional if syntax.file and syntax.file.search(str(word.value))
+    ]
+    named = (given.words.pop(key, None) for key in syntax.files)
+    words += [word for word in named if word is not None]
     result = Given()
-    for key in syntax.files:
-        if (word := given.words.pop(key, None)) is not None:
+    for word in words:
+        if Path(str(word.value)).name not in syntax.shipped:
             result = read_file(_next_to(word, folder), syntax, environment).over(result)
     return given.over(result)
 

@@ -228,3 +228,28 @@ def test_a_function_of_openrlhf_gets_its_arguments(tmp_path):
     assert list(scores.total) == [1.0, 0.0] and scores.faults == []
     with pytest.raises(RewardError, match="needs the option `function`"):
         check(name, {})
+
+
+TUNIX_REWARD = """
+def check_answer(prompts, completions, answer, **kwargs):
+    assert all(isinstance(text, str) for text in [*prompts, *completions])
+    return [3.0 if text == right else 0 for text, right in zip(completions, answer)]
+
+
+def compute_score(solution_str, ground_truth):
+    return solution_str == ground_truth
+"""
+
+
+def test_a_function_of_tunix_gets_texts(tmp_path):
+    (tmp_path / "gsm8k.py").write_text(TUNIX_REWARD)
+    name = "rewards.foreign.tunix:reward_fn"
+    said = [[{"role": "assistant", "content": text}] for text in ("4", "5")]
+    prompts = [[{"role": "user", "content": "2 + 2?"}]] * 2
+    truths = [{"ground_truth": "4"}, {"ground_truth": "4"}]
+    columns = {"answer": ["4", "4"], "reward_model": truths}
+    for function, expected in (("check_answer", [3.0, 0.0]), ("compute_score", [1.0, 0.0])):
+        options = {"function": f"{tmp_path}/gsm8k.py:{function}"}
+        with Runner(RunnerOptions(((name, 1.0, options),), workers=1, timeout_s=30.0)) as runner:
+            scores = runner.score(prompts, said, columns)
+        assert list(scores.total) == expected and scores.faults == []

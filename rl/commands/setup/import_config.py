@@ -24,7 +24,7 @@ merged from left to right, then keys of the framework:
 Prints what is mapped, what is changed in meaning, and what is not supported. Exit code 2 if the
 training depends on something that is not supported; the file is written, and names it at its top.
 """
-FRAMEWORKS = ("trl", "verl", "openrlhf")
+FRAMEWORKS = ("trl", "verl", "tunix", "openrlhf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
