@@ -23,6 +23,7 @@ from policy.json_types import JsonObject
 from rewards import Scores
 from rewards.text import quoted
 from rl.errors import ConfigError, DataError, ResourceError, disk_room
+from rl.evaluation.files import PROBLEMS, RESULTS
 from rl.evaluation.prepare import PreparedTask
 from rl.evaluation.results import Recorded, TaskResult
 from rl.records import samples
@@ -34,8 +35,6 @@ from rl.stages.sampling.records import references, sample_lines, token_records
 from rollout.collect import ReadyScores, Rollouts
 from rollout.types import Group
 
-RESULTS = "eval.json"
-PROBLEMS = "problems.jsonl"
 _FORMAT = 1
 _LOCK = ".lock"
 

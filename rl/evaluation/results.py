@@ -1,5 +1,4 @@
-"""The results of an evaluation: estimates from what was recorded, as JSON and as a table. Free of
-jax.
+"""The results of an evaluation: estimates from what was recorded. Free of jax.
 
 P problems, G samples of each.
 """
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -238,66 +236,3 @@ def _estimate(each: Estimate | None) -> JsonValue:
 
 def _number(value: float) -> float | None:
     return value if np.isfinite(value) else None
-
-
-# The table
-
-
-def table(results: Mapping[str, Any]) -> str:
-    """Returns the tasks of eval.json as a table, with the accuracies by column below it."""
-    rows = [_head(results)]
-    parts = []
-    for name, task in results.items():
-        for score, values in task["scores"].items():
-            rows.append(_row(name if len(rows) == 1 or score == next(iter(task["scores"])) else "",
-                             score, task, values, rows[0]))  # fmt: skip
-            for column, accuracies in values["by"].items():
-                head = [f"{name} {score} by {column}", "accuracy", "95% interval", "n"]
-                body = [[value, *_cells(each)] for value, each in accuracies.items()]
-                parts.append(aligned([head, *body]))
-    notes = [
-        f"{name}: {task['truncated']:.1%} of the completions were cut at max_new_tokens"
-        for name, task in results.items()
-        if task["truncated"] >= 0.05
-    ]
-    return "\n\n".join([aligned(rows), *parts, *notes])
-
-
-def _head(results: Mapping[str, Any]) -> list[str]:
-    scores = [score for task in results.values() for score in task["scores"].values()]
-    passes = sorted({int(k) for score in scores for k in score["pass"]})
-    majorities = sorted({int(k) for score in scores for k in score["maj"]})
-    more = [*(f"pass@{k}" for k in passes), *(f"maj@{k}" for k in majorities)]
-    unscored = ["unscored"] if any(score["unscored"] for score in scores) else []
-    return ["task", "score", "accuracy", "95% interval", "n", "samples", *more, *unscored]
-
-
-def _row(
-    name: str, score: str, task: Mapping[str, Any], values: Mapping[str, Any], head: Sequence[str]
-) -> list[str]:
-    cells = [name, score, *_cells(values["accuracy"]), str(task["samples"])]
-    for column in head[len(cells) :]:
-        kind, _, k = column.partition("@")
-        if column == "unscored":
-            cells.append(str(values["unscored"]))
-            continue
-        each = values[kind].get(k)
-        cells.append("-" if each is None else f"{each['value']:.3f}")
-    return cells
-
-
-def _cells(estimate: Mapping[str, Any] | None) -> list[str]:
-    if estimate is None:
-        return ["-", "-", "0"]
-    low, high = estimate["low"], estimate["high"]
-    return [f"{estimate['value']:.3f}", f"{low:.3f} to {high:.3f}", str(estimate["n"])]
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Returns rows as lines of columns; the first row is the head."""
-    widths = [max(len(row[number]) for row in rows) for number in range(len(rows[0]))]
-    lines = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in lines
-    )

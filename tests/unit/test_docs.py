@@ -114,6 +114,7 @@ NOT_RUN = {
     # test_eval.py runs the verb
     "rl eval runs/a --data test.jsonl --reward numeric_answer",
     "rl eval runs/a --task help",
+    "rl compare evals/before evals/after --text",  # test_eval_views.py
     "rl eval runs/a --task gsm8k,math500 --limit 200",
     "rl eval runs/a --task gsm8k --data gsm8k",
     "rl eval runs/a --task capitals.yml",

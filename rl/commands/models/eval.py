@@ -244,12 +244,12 @@ def _generator(
 
 
 def _show(arguments: argparse.Namespace, folder: EvaluationFolder) -> None:
-    from rl.evaluation.results import table
+    from rl.evaluation.tables import text
 
     if arguments.json:
         print(json.dumps(folder.content, indent=1, ensure_ascii=False))
         return
-    print(table(folder.results))
+    print(text(folder.results))
     word = quoted(folder.path)
     print(
         f"\n{folder.path}/eval.json has all numbers. See the completions: rl view {word}, rl "

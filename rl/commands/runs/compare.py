@@ -11,10 +11,12 @@ SUMMARY = "compare runs: curves on each other, or tables with --text"
 DESCRIPTION = """Write one HTML file in which the curves of two or more runs share their charts,
 with the difference of their configurations. With --text, print tables: first, last and best value
 of each headline metric, steps and seconds to each tenth of accuracy, and the keys of the
-configuration that differ."""
+configuration that differ. Of folders of rl eval, print the difference of each score on the problems
+that both have, with its 95% interval."""
 HELP = """examples:
   rl compare runs/a runs/b --open
-  rl compare runs/a runs/b --text"""
+  rl compare runs/a runs/b --text
+  rl compare evals/before evals/after --text"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

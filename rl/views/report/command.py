@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import sys
@@ -10,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from policy.json_types import JsonValue
 from rl.errors import ConfigError, DataError, DuetError, ResourceError
+from rl.evaluation import paired
 from rl.records.run_files import Damage
 from rl.views.report import page, samples, series, summary
 from rl.views.report.read import RecordedRun, ReportPart, check_steps, damage_text, read_run
@@ -65,10 +68,13 @@ def report(directories: Sequence[str], options: ReportFlags) -> int:
         values = [
             summary.numbers(run, axis, lines) for run, lines in zip(runs, verdicts, strict=True)
         ]
+        together = {"runs": values} | ({"paired": _paired(runs)} if _all_evaluations(runs) else {})
         _write(
             options.json,
-            json.dumps(values[0] if len(values) == 1 else {"runs": values}, indent=1) + "\n",
+            json.dumps(values[0] if len(values) == 1 else together, indent=1) + "\n",
         )
+    if output != "-" and _all_evaluations(runs):
+        print(_evaluations_text(runs))
     if output != "-":
         print(f"{output} ({len(shown.encode('utf-8', 'replace')) / 1e6:.2f} MB)", file=sys.stderr)
     if options.open and output != "-":
@@ -82,13 +88,37 @@ def report(directories: Sequence[str], options: ReportFlags) -> int:
 def compare_text(directories: Sequence[str], part: ReportPart) -> int:
     """Prints the comparison of runs as tables. Raises as `report` does."""
     runs = _read(directories, part)
-    print(summary.compare(runs))
+    print(_evaluations_text(runs) if _all_evaluations(runs) else summary.compare(runs))
     _refuse([each for run in runs for each in run.damage], None)
     return 0
 
 
+def _all_evaluations(runs: Sequence[RecordedRun]) -> bool:
+    """Tells whether several folders are all of `rl eval`."""
+    return len(runs) > 1 and all(run.evaluation for run in runs)
+
+
+def _evaluations_text(runs: Sequence[RecordedRun]) -> str:
+    """Returns the paired differences of evaluations, and the settings that differ. Raises
+    DataError."""
+    names = [run.name for run in runs]
+    return paired.text(names, [run.path for run in runs], [run.evaluation for run in runs])
+
+
+def _paired(runs: Sequence[RecordedRun]) -> list[JsonValue]:
+    """Returns the differences of each further evaluation from the first, for a program."""
+    return [
+        {"run": str(run.path), **dataclasses.asdict(each)}
+        for run in runs[1:]
+        for each in paired.differences(runs[0].path, run.path)
+    ]
+
+
 def verdict(run: RecordedRun) -> list[str]:
-    """Returns what `rl explain` says about the run, at most eight lines."""
+    """Returns what `rl explain` says about the run, at most eight lines; nothing about an
+    evaluation."""
+    if run.evaluation:
+        return []
     try:
         from rl.views.explain import verdict as explain
     except ImportError:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import resources
 
 from rl.records.messages import pictures
+from rl.views.evaluated import sections as evaluated
 from rl.views.report import samples, sections
 from rl.views.report.figures import figures
 from rl.views.report.listing import listing
@@ -95,7 +96,7 @@ def _before(report: ReportPage) -> str:
         )
     if len(runs) == 1:
         parts.append(sections.tiles(one, report.samples[0].total))
-    else:
+    elif not all(run.evaluation for run in runs):
         parts.append(f'<section class="verdict">{sections.overview(runs)}</section>')
     if tables := sections.stages(runs):
         parts.append(f'<section id="stages"><h2>Stages</h2>{tables}</section>')
@@ -115,7 +116,10 @@ def _verdict(run: RecordedRun, lines: Sequence[str], name: str) -> str:
 
 def _nav(report: ReportPage) -> str:
     places = [("stages", "Stages"), ("charts", "Charts")]
-    if any(name.startswith("eval/") for run in report.runs for name in run.metrics):
+    names = (name for run in report.runs for name in run.metrics)
+    if any(run.evaluation for run in report.runs) or any(
+        each.startswith("eval/") for each in names
+    ):
         places.append(("evaluation", "Evaluation"))
     if any(chosen.records for chosen in report.samples):
         places.append(("samples", "Samples"))
@@ -134,7 +138,7 @@ def _nav(report: ReportPage) -> str:
 
 
 def _evaluations(report: ReportPage) -> str:
-    shown = sections.evaluation_table(report.runs)
+    shown = sections.evaluation_table(report.runs) + evaluated.section(report.runs)
     return f'<section id="evaluation"><h2>Evaluation</h2>{shown}</section>' if shown else ""
 
 

@@ -10,11 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from policy.json_types import JsonObject, JsonValue, as_object, as_objects
 from rl.errors import ConfigError
+from rl.evaluation import files
 from rl.records.run_files import (
     CURRICULUM,
     Attempt,
@@ -53,7 +55,8 @@ class RecordedRun:
     later attempt wrote first. seconds maps (stage, step) to the seconds of all steps and
     evaluations up to it; by the clock, pauses included, in a run without `time/step`. times maps it
     to its Unix seconds, if they are recorded. curricula: the histogram of each stage with a
-    curriculum, as curriculum.json has it.
+    curriculum, as curriculum.json has it. evaluation: eval.json of the folder of `rl eval`, whose
+    tasks are no stages here.
     """
 
     path: Path
@@ -69,6 +72,7 @@ class RecordedRun:
     programs: list[JsonObject] = field(default_factory=list)
     curricula: dict[str, JsonValue] = field(default_factory=dict)
     info: dict[str, JsonValue] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
     damage: list[Damage] = field(default_factory=list)
 
     @property
@@ -98,6 +102,9 @@ def read_run(directory: str | Path, part: ReportPart | None = None) -> RecordedR
     check_run(path)
     run = RecordedRun(path, path.resolve().name)
     shown = {place: step for place, step in steps(path, run.damage).items() if part.holds(*place)}
+    run.evaluation = files.content(path, run.damage)
+    if run.evaluation:
+        shown = {}
     run.times = {place: step.time for place, step in shown.items() if step.time is not None}
     _fill(run, shown)
     run.config = read_config(path, run.damage)

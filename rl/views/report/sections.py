@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from policy.json_types import JsonObject, JsonValue, as_object, as_objects
 from rl.config.stage_names import stage_names
+from rl.views.evaluated import facts
 from rl.views.report import settings, summary
 from rl.views.report.plans import ACCURACY
 from rl.views.report.read import RecordedRun
@@ -59,6 +60,8 @@ def about(run: RecordedRun) -> str:
         parts.append(f"{source}{random}")
     if run.stages:
         parts.append(" → ".join(run.stages))
+    if run.evaluation:
+        parts.append(f"evaluation of {facts.model_name(run)}")
     if device := device_text(run):
         parts.append(device)
     if "seed" in run.config:
@@ -90,6 +93,7 @@ def tiles(run: RecordedRun, samples: int) -> str:
     made = []
     accuracy = summary.headline(run, ACCURACY)
     reward = summary.headline(run, "reward/mean")
+    made += facts.tiles(run)
     if accuracy:
         last = summary.evaluations(run)
         bounds = next((each.interval for each in reversed(last) if each.interval), None)

@@ -228,6 +228,7 @@ def numbers(run: RecordedRun, axis: Axis, verdict: Sequence[str] = ()) -> dict[s
         ],
         "seconds": total_seconds(run),
         "headline": {line.metric: _headline_numbers(line) for line in lines if line},
+        **({"evaluation": run.evaluation} if run.evaluation else {}),
         "evaluations": [_evaluation_numbers(each) for each in evaluations(run)],
         "reached": [asdict(each) for each in reached(run)],
         "series": {
