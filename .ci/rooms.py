@@ -61,10 +61,10 @@ ORDER = {
     ],
     "rollout": [
         "text",
-        "calls",
         "media",
         "types",
         "constraints",
+        "calls",
         "request",
         "token_scores",
         "logits_processors",

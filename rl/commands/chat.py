@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rewards.text import for_terminal
 from rl.commands import environment, sampled_model
 from rl.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from rollout import Generator
+    from rollout.request import Request
 
 SUMMARY = "talk with a model"
 HELP = (
@@ -17,6 +22,7 @@ HELP = (
 )
 
 MOST_TOKENS = 4096
+TOKENS_PER_DISPATCH = 8  # between two looks at the text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
     environment.use_program_cache(environment.default_program_cache())
     environment.leave_torch_out()
     from rl.run.health import devices
-    from rollout import Generator
+    from rollout import Generator, GeneratorOptions
+    from rollout.generator import EncodedPrompt
     from rollout.text.chat import render_prompt
 
     devices.check(arguments.platform)
@@ -56,7 +63,12 @@ def run(arguments: argparse.Namespace) -> None:
     model = source.load()
     try:
         generator = Generator(
-            model, max_length=max_length, slots=1, seed=arguments.seed, tokenizer=tokenizer
+            model,
+            max_length=max_length,
+            slots=1,
+            seed=arguments.seed,
+            tokenizer=tokenizer,
+            options=GeneratorOptions(tokens_per_dispatch=TOKENS_PER_DISPATCH),
         )
     except ValueError as error:
         raise ConfigError(f"--max-length: {error}") from None
@@ -73,15 +85,30 @@ def run(arguments: argparse.Namespace) -> None:
             continue
         messages.append({"role": "user", "content": text})
         try:
-            [[completion]] = generator.generate(
-                [render_prompt(tokenizer, messages)], params, ids=[turn]
-            )
+            request = EncodedPrompt(tuple(render_prompt(tokenizer, messages))).request(params, turn)
+            generator.submit(request)
         except ValueError as error:
             messages.pop()
             print(f"{error}; /reset begins a new conversation", file=sys.stderr)
             continue
-        print(for_terminal(completion.text) if sys.stdout.isatty() else completion.text, flush=True)
-        messages.append({"role": "assistant", "content": completion.text})
+        messages.append({"role": "assistant", "content": _print_answer(generator, request)})
+
+
+def _print_answer(generator: Generator, request: Request) -> str:
+    """Prints a completion while it is sampled, and returns its text."""
+    from rl.serve.texts import TextStream
+
+    assert generator.tokenizer is not None  # `run` gives it one
+    stream = TextStream(generator.tokenizer, request.params)
+    printed = 0
+    while request.finish is None:
+        generator.step()
+        new = request.tokens[printed:]
+        printed += len(new)
+        piece = stream.add(new, ended=request.finish is not None)
+        print(for_terminal(piece) if sys.stdout.isatty() else piece, end="", flush=True)
+    print(flush=True)
+    return stream.text
 
 
 def _turns() -> Iterator[str]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from rl.serve.bodies import Body
+from rl.serve.bodies import Body, Fields
 from rl.serve.errors import invalid
-from rollout.types import SamplingParams
+from rollout.constraints import with_few_spaces
+from rollout.types import Constraint, SamplingParams
 
 PROMPT_IDS = 2**31
 """Numbers that a prompt can have in the draws of the generator."""
@@ -31,6 +33,72 @@ class Bounds:
     vocab_size: int
     stop_token_ids: tuple[int, ...]
     max_n: int
+
+
+class JsonSchema(Fields):
+    """A named JSON schema. strict: constrained answers always are."""
+
+    name: str = ""
+    description: str = ""
+    schema_: dict[str, Any] = Field({}, alias="schema")
+    strict: bool = True
+
+
+class ResponseFormat(Fields):
+    """What the text of an answer must be, in the form of OpenAI."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("`json_schema` belongs to the type json_schema, which needs it")
+        return self
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """Returns the constraint; None: any text."""
+        if self.type == "text":
+            return None
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        return Constraint("json_schema", json.dumps(with_few_spaces(schema)))
+
+
+class StructuredOutputs(Fields):
+    """What the text of an answer must be, in the form of vLLM: one of these."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1, max_length=256)
+    grammar: str | None = None
+    json_object: Literal[True] | None = None
+
+    @model_validator(mode="after")
+    def _has_one(self) -> StructuredOutputs:
+        if len(self.model_fields_set) != 1:
+            raise ValueError("give one of json, json_object, regex, choice and grammar")
+        return self
+
+    @property
+    def constraint(self) -> Constraint:
+        """Returns the constraint."""
+        if self.regex is not None:
+            return Constraint("regex", self.regex)
+        if self.grammar is not None:
+            return Constraint("lark", self.grammar)
+        schema: Any = self.json_ if self.json_ is not None else {"type": "object"}
+        if self.choice is not None:
+            return Constraint("regex", "|".join(map(_literal, self.choice)))
+        text = schema if isinstance(schema, str) else json.dumps(with_few_spaces(schema))
+        return Constraint("json_schema", text)
+
+
+def _literal(text: str) -> str:
+    """Returns a regular expression of Rust's crate `regex` that matches this text alone."""
+    return "".join(
+        char if char.isalnum() or char == "_" else f"\\x{{{ord(char):x}}}" for char in text
+    )
 
 
 class SamplingFields(Body):
@@ -52,6 +120,8 @@ class SamplingFields(Body):
     repetition_penalty: float = Field(1.0, gt=0)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    structured_outputs: StructuredOutputs | None = None
 
     @field_validator("logit_bias")
     @classmethod
@@ -62,6 +132,26 @@ class SamplingFields(Body):
             if not -100 <= bias <= 100:
                 raise ValueError(f"the bias of token {token} must lie in [-100, 100]")
         return biases
+
+    @model_validator(mode="after")
+    def _has_one_constraint(self) -> Self:
+        if self.structured_outputs is not None and self.response_format.type != "text":
+            raise ValueError("give `response_format` or `structured_outputs`, not both")
+        return self
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """Returns what the text must be; None: anything."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.constraint
+        return self.response_format.constraint
+
+    @property
+    def constraint_field(self) -> str | None:
+        """Returns the field that has the constraint; None: there is none."""
+        if self.constraint is None:
+            return None
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -96,6 +186,7 @@ class SamplingFields(Body):
                 repetition_penalty=self.repetition_penalty,
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
+                constraint=self.constraint,
             )
         except ValueError as error:
             raise invalid(None, str(error)) from None

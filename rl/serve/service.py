@@ -95,6 +95,7 @@ class Service:
         self._encoder = copy.deepcopy(tokenizer)
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         self._completions = 0
+        self._generator = generator
         self._slots = generator.slots
         self._exact = generator.options.exact
         gauges = self.metrics.add_gauge
@@ -126,6 +127,15 @@ class Service:
             return await loop.run_in_executor(self._encoding, function, self._encoder)
         except ValueError as error:
             raise invalid(None, str(error)) from None
+
+    async def check_params(self, params: SamplingParams, param: str | None) -> None:
+        """Raises ApiError for a constraint or a text that cannot be followed; param: the field that
+        has it. Grammars are compiled here, in the thread that encodes, and then kept."""
+        check = self._generator.engine.check_params
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._encoding, check, params)
+        except ValueError as error:
+            raise invalid(param, str(error)) from None
 
     def max_tokens(
         self, prompts: Sequence[EncodedPrompt], requested: int | None, param: str

@@ -49,7 +49,7 @@ BASE = {
 }
 # Lines of bash that take long or need a model; the tests of full runs and of the verbs cover them.
 NOT_RUN = {
-    "pip install -e '.[serve]'",
+    "pip install -e '.[serve,constraints]'",
     "rl serve runs/first",  # test_serve_verb.py
     "rl serve models/smollm2 --slots 8",
     "rl export runs/quickstart out/quickstart",  # test_export_verb.py

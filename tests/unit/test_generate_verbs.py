@@ -211,6 +211,30 @@ def test_a_chat_remembers_what_was_said_until_it_is_reset(directory, capsys, mon
     assert first == again != later
 
 
+def test_an_answer_of_a_chat_is_written_while_it_is_sampled(directory, monkeypatch):
+    class Output(io.StringIO):
+        pieces = []
+
+        def write(self, text):
+            self.pieces.append(text)
+            return super().write(text)
+
+    out = Output()
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    monkeypatch.setattr("sys.stdout", out)
+    tokens = ("--max-new-tokens", 40, "--temperature", 0)
+    assert rl("chat", directory, *tokens, "--max-length", 128) == 0
+    tokenizer = load_tokenizer(directory)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello"}], add_generation_prompt=True
+    )["input_ids"]
+    generator = Generator(policy.load(directory), max_length=128, slots=1, tokenizer=tokenizer)
+    params = SamplingParams(max_new_tokens=40, temperature=0, stop_token_ids=(2,))
+    [[completion]] = generator.generate([prompt], params)
+    assert out.getvalue() == completion.text + "\n"
+    assert len([piece for piece in out.pieces if piece.strip()]) > 2
+
+
 @pytest.mark.parametrize(
     ("content", "arguments", "code", "said"),
     [

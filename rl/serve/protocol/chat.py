@@ -17,7 +17,7 @@ from rl.serve.logprobs import chat_logprobs
 from rl.serve.protocol.conversations import Message
 from rl.serve.protocol.questions import Answering, Question, answering
 from rl.serve.protocol.sse import openai_events, while_connected
-from rl.serve.protocol.tools import Said, ToolDefinition
+from rl.serve.protocol.tools import Choice, NamedTool, Said, ToolDefinition, choice_of
 from rl.serve.sampling import SamplingFields
 from rl.serve.service import Service, TextUpdate, usage
 from rollout.types import MOST_TOP_LOGPROBS
@@ -77,7 +77,6 @@ class ChatBody(SamplingFields):
         "continue_final_message": (False,),
         "add_special_tokens": (False,),
         "echo": (False,),
-        "response_format": ({"type": "text"},),
     }
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
@@ -89,12 +88,15 @@ class ChatBody(SamplingFields):
     chat_template_kwargs: dict[str, Any] = {}
     return_token_ids: bool = False
     tools: list[ToolDefinition] = Field([], max_length=128)
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
 
     @property
-    def callable_tools(self) -> list[dict[str, Any]]:
-        """Returns the tools that the model may call, as chat templates read them."""
-        return [tool.shown for tool in self.tools] if self.tool_choice == "auto" else []
+    def choice(self) -> Choice:
+        """Returns the tools that the model may call."""
+        tools = [tool.shown for tool in self.tools]
+        if isinstance(self.tool_choice, NamedTool):
+            return choice_of(tools, "required", self.tool_choice.function.name)
+        return choice_of(tools, self.tool_choice)
 
 
 async def chat_completions(request: Request) -> Response:
@@ -109,7 +111,8 @@ async def chat_completions(request: Request) -> Response:
         body.messages,
         body,
         max_tokens=body.max_completion_tokens or body.max_tokens,
-        tools=body.callable_tools,
+        tools=body.choice.tools,
+        must_call=body.choice.must_call,
         variables=body.chat_template_kwargs,
         top_logprobs=body.top_logprobs if body.logprobs else None,
     )

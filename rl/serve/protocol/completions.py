@@ -34,7 +34,6 @@ class CompletionBody(SamplingFields):
     neutral = NEUTRAL | {
         "suffix": ("",),
         "add_special_tokens": (True,),
-        "response_format": ({"type": "text"},),
     }
     prompt: str | Ids | list[str] | list[Ids]
     max_tokens: int = Field(16, ge=0)
@@ -69,6 +68,7 @@ async def completions(request: Request) -> Response:
     params = body.params(service.bounds, most)
     scored = body.logprobs if body.echo else None
     params = replace(params, top_logprobs=body.logprobs, prompt_logprobs=scored)
+    await service.check_params(params, body.constraint_field)
     generation = service.generation(prompts, params, draw_number(body.seed))
     answer = _CompletionAnswer(service, body, generation)
     if body.stream:

@@ -21,7 +21,7 @@ from rl.serve.protocol.questions import (
     answering,
 )
 from rl.serve.protocol.sse import named_events, while_connected
-from rl.serve.protocol.tools import Function, ToolDefinition
+from rl.serve.protocol.tools import Choice, Function, ToolDefinition, choice_of
 from rl.serve.sampling import SamplingFields, StopString
 from rl.serve.service import Service
 
@@ -93,8 +93,22 @@ class AnthropicTool(_Cached):
 class ToolChoice(Fields):
     """Whether tools may be called."""
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
     disable_parallel_tool_use: Literal[False] = False
+
+
+class OutputFormat(Fields):
+    """What the text of an answer must be."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Fields):
+    """Options of an answer."""
+
+    format: OutputFormat | None = None
 
 
 class PromptBody(Body):
@@ -109,8 +123,6 @@ class PromptBody(Body):
         "context_management": (),
         "inference_geo": (),
         "diagnostics": (),
-        "output_config": ({},),
-        "output_format": (),
         "speed": ("standard",),
     }
     model: str | None = None
@@ -118,6 +130,8 @@ class PromptBody(Body):
     system: str | list[TextBlock] = ""
     tools: list[AnthropicTool] = Field([], max_length=128)
     tool_choice: ToolChoice = ToolChoice(type="auto")
+    output_config: OutputConfig = OutputConfig()
+    output_format: OutputFormat | None = None
 
     @property
     def conversation(self) -> list[Message]:
@@ -129,9 +143,11 @@ class PromptBody(Body):
         return messages
 
     @property
-    def callable_tools(self) -> list[dict[str, Any]]:
-        """Returns the tools that the model may call, as chat templates read them."""
-        return [] if self.tool_choice.type == "none" else [_shown(tool) for tool in self.tools]
+    def choice(self) -> Choice:
+        """Returns the tools that the model may call."""
+        choice = self.tool_choice
+        kind = {"any": "required", "tool": "required"}.get(choice.type, choice.type)
+        return choice_of([_shown(tool) for tool in self.tools], kind, choice.name)
 
     @property
     def continued(self) -> bool:
@@ -153,6 +169,10 @@ class MessagesBody(PromptBody):
     def sampling(self) -> SamplingFields:
         """Returns how tokens are drawn."""
         fields = self.model_dump(include={"temperature", "top_p", "top_k"})
+        form = self.output_config.format or self.output_format
+        if form is not None:
+            schema = {"schema": form.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         return SamplingFields.model_validate(fields | {"stop": self.stop_sequences})
 
 
@@ -204,7 +224,8 @@ async def messages(request: Request) -> Response:
         body.conversation,
         body.sampling,
         max_tokens=body.max_tokens,
-        tools=body.callable_tools,
+        tools=body.choice.tools,
+        must_call=body.choice.must_call,
         continued=body.continued,
     )
     answer = _MessagesAnswer(service, BlockAnswer(await answering(service, question)))
@@ -218,7 +239,8 @@ async def count_tokens(request: Request) -> Response:
     service: Service = request.app.state.service
     body = PromptBody.read(await read_json(request, service.limits.body))
     service.check_model(body.model)
-    variables = {"tools": body.callable_tools} if body.callable_tools else {}
+    tools = list(body.choice.tools)
+    variables = {"tools": tools} if tools else {}
     rendered = await service.with_tokenizer(
         lambda tokenizer: encode_messages(
             tokenizer, body.conversation, variables, continued=body.continued

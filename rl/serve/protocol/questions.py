@@ -6,10 +6,14 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from rl.serve.errors import invalid
 from rl.serve.protocol.conversations import Message, check_messages, encode_messages
 from rl.serve.protocol.tools import CallReading, Reply, Said, reply_format
 from rl.serve.sampling import SamplingFields, draw_number
 from rl.serve.service import Generation, Service
+from rollout.calls.formats import ResponseTemplate
+from rollout.calls.grammars import call_constraint
+from rollout.types import Constraint
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Question:
     variables: dict[str, Any] = field(default_factory=dict)
     top_logprobs: int | None = None
     continued: bool = False
+    must_call: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,11 +60,29 @@ async def answering(service: Service, question: Question) -> Answering:
     most = service.max_tokens(prompts, question.max_tokens, question.param)
     params = question.sampling.params(service.bounds, most)
     params = replace(params, top_logprobs=question.top_logprobs)
+    if question.must_call:
+        params = replace(params, constraint=_forced_call(template, question))
+    field_name = "tool_choice" if question.must_call else question.sampling.constraint_field
+    await service.check_params(params, field_name)
     reading = None if template is None else CallReading(template, rendered.prefix, tools)
     draw = draw_number(question.sampling.seed)
     generation = service.generation(prompts, params, draw, special=reading is not None)
     replies = [reading.reply() if reading else Reply() for _ in range(params.n)]
     return Answering(generation, replies)
+
+
+def _forced_call(template: ResponseTemplate | None, question: Question) -> Constraint:
+    """Returns the constraint under which the answer is a call. Raises ApiError if there are no
+    tools, if the answer has another constraint, or if the format of the model has no grammar."""
+    if template is None:
+        raise invalid("tool_choice", "needs `tools`")
+    if question.sampling.constraint is not None:
+        raise invalid("tool_choice", "an answer that must be a call has no other constraint")
+    constraint = call_constraint(template, question.tools)
+    if constraint is None:
+        message = "the calls of this model have no grammar; set it to auto or none"
+        raise invalid("tool_choice", message, "unsupported_parameter")
+    return constraint
 
 
 BlockKind = Literal["text", "reasoning", "call"]

@@ -16,8 +16,8 @@ from rl.serve.protocol.chat import IGNORED
 from rl.serve.protocol.conversations import FunctionCall, Message, TextPart, ToolCall
 from rl.serve.protocol.questions import Block, BlockAnswer, BlockEvent, Question, answering
 from rl.serve.protocol.sse import named_events, while_connected
-from rl.serve.protocol.tools import Function, ToolDefinition
-from rl.serve.sampling import SamplingFields
+from rl.serve.protocol.tools import Choice, Function, ToolDefinition, choice_of
+from rl.serve.sampling import JsonSchema, ResponseFormat, SamplingFields
 from rl.serve.service import Service
 
 
@@ -98,6 +98,30 @@ class ResponseTool(Fields):
         return ToolDefinition(type="function", function=function).shown
 
 
+class NamedResponseTool(Fields):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Fields):
+    """What the text of an answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = ""
+    description: str = ""
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool = True
+
+
+class TextOptions(Fields):
+    """Options of the text of an answer."""
+
+    format: TextFormat = TextFormat()
+    verbosity: Literal["medium"] = "medium"
+
+
 class ResponsesBody(SamplingFields):
     """The body of a request."""
 
@@ -110,7 +134,6 @@ class ResponsesBody(SamplingFields):
         "store": (False,),
         "background": (False,),
         "include": ([],),
-        "text": ({"format": {"type": "text"}}, {}),
         "reasoning": ({},),
         "truncation": ("disabled",),
         "parallel_tool_calls": (True,),
@@ -124,7 +147,27 @@ class ResponsesBody(SamplingFields):
     max_output_tokens: int | None = Field(None, ge=1)
     stream: bool = False
     tools: list[ResponseTool] = Field([], max_length=128)
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: Literal["none", "auto", "required"] | NamedResponseTool = "auto"
+    text: TextOptions = TextOptions()
+
+    @property
+    def choice(self) -> Choice:
+        """Returns the tools that the model may call."""
+        tools = [tool.shown for tool in self.tools]
+        if isinstance(self.tool_choice, NamedResponseTool):
+            return choice_of(tools, "required", self.tool_choice.name)
+        return choice_of(tools, self.tool_choice)
+
+    @property
+    def constrained(self) -> SamplingFields:
+        """Returns how tokens are drawn, with the format of the text."""
+        form = self.text.format
+        if form.type == "text":
+            return self
+        schema = JsonSchema(schema=form.schema_ or {}) if form.type == "json_schema" else None
+        return self.model_copy(
+            update={"response_format": ResponseFormat(type=form.type, json_schema=schema)}
+        )
 
     @property
     def messages(self) -> list[Message]:
@@ -177,9 +220,14 @@ async def responses(request: Request) -> Response:
     service: Service = request.app.state.service
     body = ResponsesBody.read(await read_json(request, service.limits.body))
     service.check_model(body.model)
-    tools = [tool.shown for tool in body.tools] if body.tool_choice == "auto" else []
+    choice = body.choice
     question = Question(
-        body.messages, body, "input", max_tokens=body.max_output_tokens, tools=tools
+        body.messages,
+        body.constrained,
+        "input",
+        max_tokens=body.max_output_tokens,
+        tools=choice.tools,
+        must_call=choice.must_call,
     )
     answer = _ResponsesAnswer(service, body, BlockAnswer(await answering(service, question)))
     if body.stream:
@@ -297,13 +345,18 @@ class _ResponsesAnswer:
             "reasoning": {"effort": None, "summary": None},
             "store": False,
             "temperature": self._body.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": self._body.tool_choice,
+            "text": self._body.text.model_dump(by_alias=True, exclude_none=True),
+            "tool_choice": self._choice,
             "tools": [tool.model_dump() for tool in self._body.tools],
             "top_p": self._body.top_p,
             "truncation": "disabled",
             "usage": self._usage() if finish else None,
         }
+
+    @property
+    def _choice(self) -> Any:
+        choice = self._body.tool_choice
+        return choice if isinstance(choice, str) else choice.model_dump()
 
     def _usage(self) -> dict[str, Any]:
         prompt, tokens = self._answer.prompt_tokens, self._answer.tokens

@@ -38,6 +38,40 @@ class ToolDefinition(Fields):
         return {"type": "function", "function": self.function.model_dump(exclude={"strict"})}
 
 
+class NamedFunction(Fields):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """The tool that must be called, as the chat API names it."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The tools that may be called, and whether one must be."""
+
+    tools: Sequence[dict[str, Any]]
+    must_call: bool = False
+
+
+def choice_of(tools: Sequence[dict[str, Any]], choice: str, name: str | None = None) -> Choice:
+    """Returns what may be called under `tool_choice`: none, auto, required, or a function of this
+    name, which is required. Raises ApiError for a name that no tool has, and for a requirement
+    without tools."""
+    if name is not None:
+        tools = [tool for tool in tools if tool["function"]["name"] == name]
+        if not tools:
+            raise invalid("tool_choice", f"no tool has the name {name!r}")
+    if choice == "required" and not tools:
+        raise invalid("tool_choice", "there are no tools to call")
+    return Choice([] if choice == "none" else tools, choice == "required")
+
+
 def reply_format(tokenizer: Tokenizer) -> ResponseTemplate:
     """Returns how the model writes calls. Raises ApiError if that is unknown."""
     template = response_template(tokenizer)
