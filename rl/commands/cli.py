@@ -39,6 +39,7 @@ VERBS = {
             "runs.report",
             "runs.compare",
             "runs.view",
+            "runs.fetch",
         ),
         *(
             "runs.samples",

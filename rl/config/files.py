@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 import rl.algorithms
 from rewards.suggest import nearest, nearest_path
+from rewards.text import quoted
 from rl.config import yaml_tree
 from rl.config.keys import RENAMED, unknown_key, unknown_option
 from rl.config.packaged import packaged, presets, run_names
@@ -30,6 +31,7 @@ from rl.config.schema import Strict, accepted_types
 from rl.config.stage import OPTIMIZERS, AlgorithmOptions
 from rl.config.yaml_tree import PlacedValue, Rules
 from rl.errors import ConfigError, Fault, Key
+from rl.remote.urls import scheme_of
 
 RESOLVED = "config.yml"
 """Name of the resolved configuration inside a run's directory."""
@@ -158,6 +160,13 @@ def _read(path: str | Path, is_run: bool = False) -> PlacedValue:
         if str(path).partition(".")[0] in RunConfig.model_fields:
             raise ConfigError(
                 f"{path}: no such file; an override has a value: {path}=VALUE"
+            ) from None
+        if scheme_of(str(path)) is not None:
+            name = quoted(f"runs/{Path(path).stem}")
+            raise ConfigError(
+                f"{path}: a remote folder, and a configuration is a local file. To look at the run, "
+                f"`rl fetch {quoted(path)} {name}`, then name {name}; to go on with it, rl-train "
+                f"FILE.yml run.dir={name} run.remote={quoted(path)}"
             ) from None
         what = "no such file" if Path(path).suffix else "no such file, and no directory of a run"
         hint = nearest_path(path) or nearest(Path(path).name, run_names())

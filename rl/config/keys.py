@@ -20,6 +20,17 @@ from rl.config.run import RunConfig
 _SHOWN = 3  # most places or keys in one hint
 _OPTIONS = "stages.N.algorithm."
 
+_SECRET = re.compile(
+    r"(^|_)(token|secret|password|credentials?|(api|access|secret|private)_?key)$", re.IGNORECASE
+)
+_VARIABLES = {
+    "wandb": "WANDB_API_KEY",
+    "remote": "that the client of the service reads (docs/remote.md)",
+    "run": "that the client of the service reads (docs/remote.md), or HF_TOKEN",
+    "": "HF_TOKEN",
+}
+"""Section of a configuration -> the environment variable of its secret."""
+
 RENAMED: dict[str, str] = json.loads(
     Path(__file__).with_name("renamed.json").read_text(encoding="utf-8")
 )
@@ -76,6 +87,12 @@ def unknown_key(path: tuple, value: object, siblings: list[str]) -> str:
     path: of the unknown key. value: its value, whose keys are explained too. siblings: valid keys
     of the section.
     """
+    if _SECRET.search(str(path[-1])) and str(path[-1]) not in FOREIGN:
+        section = next((name for name in _VARIABLES if name in path), "")
+        return (
+            "no secret stands in a configuration, which is printed and saved; set the environment "
+            f"variable {_VARIABLES[section]}"
+        )
     hint = (
         _inside(value) if isinstance(value, dict) and path[-1] in ABSENT else None
     ) or _elsewhere(path)

@@ -116,7 +116,10 @@ def _of_url(source: str, weights: bool, part: Part) -> Path:
     except RemoteError as error:
         raise ModelError(f"{part} {source}: {error}") from None
     if part != "tokenizer" and not sources.is_model(copy):
-        raise ModelError(f"{part} {source}: there is no config.json below this URL")
+        raise ModelError(
+            f"{part} {source}: there is no config.json below this URL; of a run, name its export: "
+            f"{source.rstrip('/')}/export"
+        )
     if weights and not any(copy.glob("*.safetensors")):
         raise ModelError(
             f"{part} {source}: there are no safetensors below this URL, the only weights that are "

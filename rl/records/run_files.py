@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 from policy.json_types import JsonObject, JsonValue
 from rewards.suggest import nearest, nearest_path
+from rewards.text import quoted
 from rl.config import yaml_tree
 from rl.errors import ConfigError
 
@@ -28,6 +30,8 @@ TOKENS = "tokens.bin"
 SEGMENTS = "samples"
 MEDIA = "media"
 CURRICULUM = "curriculum.json"
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)")
+"""A URL, of which a Path keeps one slash."""
 ROLLOUTS = "rollouts.json"
 """How far `rl rollout` is. No folder of a training run has it."""
 
@@ -88,6 +92,13 @@ class Attempt:
 
 def check_run(path: Path) -> None:
     """Raises ConfigError, which names runs nearby, for a path that is no folder of a run."""
+    if (remote := _URL.match(str(path))) is not None and not path.exists():
+        url = f"{remote[1]}://{remote[2]}"
+        copy = quoted(f"runs/{path.name}")
+        raise ConfigError(
+            f"{url}: a remote folder. Fetch its records first: `rl fetch {quoted(url)} {copy}`, "
+            f"then name {copy}"
+        )
     if path.is_file():
         raise ConfigError(f"{path}: a file. Name the folder of the run: {path.parent}")
     if not path.is_dir():

@@ -809,6 +809,8 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(folder):
             "data=hf://datasets/org/name",
             "; write org/name, which is looked for on the Hugging Face hub",
         ),
+        ("model.token=hf_x", "model.token: no secret stands in a configuration"),
+        ("run.wandb={api_key: x}", "set the environment variable WANDB_API_KEY"),
         ("data=$HOME/rows.jsonl", "Variables of a shell are not replaced here"),
         (
             "rewards.functions=[{name: exact_answer, weight: 0}]",

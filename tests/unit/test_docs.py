@@ -66,6 +66,8 @@ NOT_RUN = {
     "pip install 'duet-rl[gcs]'",  # test_mirror.py and test_remote_runs.py use remote folders
     "gcloud auth application-default login",
     "rl doctor --remote gs://my-bucket/runs/first",
+    "rl fetch gs://my-bucket/runs/first runs/copy && rl report runs/copy",
+    "rl fetch gs://my-bucket/runs/first runs/copy --weights",
     "rl-train configs/my_run.yml model=gs://my-bucket/models/base "
     "data=gs://my-bucket/rows/train.jsonl",
     "rl generate gs://my-bucket/models/base --prompts prompts.txt",

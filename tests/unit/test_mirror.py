@@ -16,6 +16,7 @@ import pytest
 import remote_runs
 from fsspec.implementations.memory import MemoryFileSystem
 
+from rl.commands import cli
 from rl.errors import ConfigError
 from rl.remote.faults import RemoteError, Retries
 from rl.remote.lock import LOCK, LeaseTimes, Lock, LockHeld
@@ -460,3 +461,28 @@ def _wait_for(is_so, seconds=20.0):
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_the_records_of_a_remote_run_are_copied_while_it_goes_on(run, tmp_path, capsys):
+    url = f"file://{tmp_path}/remote"
+    copy = tmp_path / "copy"
+    remote_runs.make_model(run, "export")
+    with mirror(run, url) as open_mirror:
+        for number in (1, 2):
+            remote_runs.step(run, number)
+            remote_runs.checkpoint(run, number)
+            open_mirror.checkpoint_written()
+            _wait_for(lambda number=number: number in checkpoints(url))
+            assert cli.main(["fetch", url, str(copy)]) == 0
+            assert steps(copy) == list(range(1, number + 1))
+    assert not (copy / "checkpoints").exists() and not (copy / "export").exists()
+    assert cli.main(["fetch", url, str(copy), "--weights"]) == 0
+    assert (copy / "export" / "model.safetensors").is_file()
+    assert [number for number, _ in complete(copy / "checkpoints")] == [2]
+    assert cli.main(["fetch", url, str(copy)]) == 2
+    assert "has checkpoints" in capsys.readouterr().err
+    assert cli.main(["fetch", f"{url}-absent", str(tmp_path / "other")]) == 2
+    for verb in ("report", "explain", "stop"):
+        assert cli.main([verb, "gs://bucket/runs/first"]) == 2
+        said = capsys.readouterr().err
+        assert "rl fetch gs://bucket/runs/first runs/first" in said, verb

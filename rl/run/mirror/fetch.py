@@ -17,8 +17,9 @@ from typing import Any
 
 from rl.errors import ConfigError, ResourceError, disk_room, no_room
 from rl.records.run_files import ATTEMPTS, attempt_entries
-from rl.remote.faults import RemoteError
+from rl.remote.faults import RemoteError, Retries
 from rl.remote.lock import LOCK
+from rl.remote.store import Store
 from rl.run.manifest import CHECKPOINT_FOLDER, MANIFEST, complete, examine, file_hash
 from rl.run.mirror.remote_run import FILES, Listing, RemoteCheckpoint, RemoteRun
 
@@ -66,6 +67,27 @@ def fetch(remote: RemoteRun, run: Path) -> Fetched:
     except OSError as error:
         room = f" ({disk_room(run)})" if no_room(error) else ""
         raise ResourceError(f"run.dir: {run}: {error}{room}") from None
+
+
+def fetch_copy(url: str, run: Path, *, weights: bool, retries: Retries = Retries(tries=5)) -> None:
+    """Copies the records of a remote run to a local folder, with `weights` also its newest
+    checkpoint and the folders with weights. Takes no lock of the remote folder.
+
+    Raises ConfigError if there is no run, or the local folder has another one or checkpoints of its
+    own, and what `fetch` raises.
+    """
+    remote = RemoteRun(Store(url, retries), run, keep=1)
+    listing = Listing(remote.store.list())
+    if not listing.records():
+        raise ConfigError(f"{url}: no run there")
+    _check_same_run(remote, run, listing)
+    if weights:
+        fetch(remote, run)
+    elif complete(run / CHECKPOINT_FOLDER):
+        raise ConfigError(
+            f"{run} has checkpoints, so it is a run and no copy of records; name another folder"
+        )
+    _fetch_records(remote, run, listing)
 
 
 def _fetch_newest(
