@@ -63,7 +63,6 @@ ORDER = {
         "text",
         "media",
         "types",
-        "adapter_pool",
         "constraints",
         "calls",
         "request",

@@ -48,7 +48,11 @@ def _check(level: str = "prompt", mode: str = "strict", **_) -> None:
         raise ValueError("langdetect is not installed: pip install 'duet-rl[eval]'")
 
 
-@reward(check=_check)
+def _prepare() -> None:
+    ifeval_rules.language("This loads the profiles of all languages.")
+
+
+@reward(check=_check, prepare=_prepare)
 def ifeval(
     prompts: list,
     completions: list,

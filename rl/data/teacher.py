@@ -68,8 +68,7 @@ def identity(options: TeacherOptions) -> str:
         return f"preset {options.source}"
     digest = hashlib.sha256()
     try:
-        patterns = ("config.json", "*.gguf", pattern)
-        for file in sorted({each for name in patterns for each in directory.glob(name)}):
+        for file in sorted({*directory.glob("config.json"), *directory.glob(pattern)}):
             size = file.stat().st_size
             digest.update(f"{file.name} {size}".encode())
             with file.open("rb") as opened:

@@ -67,7 +67,7 @@ class ArrayStore:
         full = {name: x for name, x in template.items() if x.size}
         how = ocp.checkpoint_utils.construct_restore_args(full)
         args = ocp.args.PyTreeRestore(item=full, restore_args=how, partial_restore=partial)
-        restored = dict(self._checkpointer().restore(path, args=args))
+        restored = dict(self._checkpointer().restore(path.absolute(), args=args))
         for name, x in template.items():
             if not x.size:
                 restored[name] = processes.device_put_global(np.zeros(x.shape, x.dtype), x.sharding)

@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 
+from rl.run.arrays import ArrayStore
 from rl.run.checkpoint import CheckpointError, Checkpoints
 
 
@@ -57,6 +59,18 @@ def test_a_state_comes_back_with_its_structure_dtypes_and_host(tmp_path):
         (x.dtype, x.shape) for x in jax.tree.leaves(saved)
     ]
     assert bits(restored) == bits(saved)
+
+
+def test_arrays_are_read_from_a_relative_path(tmp_path, monkeypatch):
+    """`rl eval runs/a --step 2` names the folder so."""
+    saved = {"x": jnp.arange(3.0)}
+    store = ArrayStore()
+    store.begin(tmp_path / "arrays", saved)
+    store.wait()
+    monkeypatch.chdir(tmp_path)
+    read = store.read(Path("arrays"), template(saved))
+    store.close()
+    assert bits(read) == bits(saved)
 
 
 def test_every_bit_pattern_survives(tmp_path):

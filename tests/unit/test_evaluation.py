@@ -12,7 +12,8 @@ import pytest
 from rl.config.data import EvaluationOptions
 from rl.data.datasets import Example
 from rl.data.encoded import Problem
-from rl.errors import DataError
+from rl.errors import ConfigError, DataError
+from rl.run.load import load
 from rl.run.steps.held_out import HeldOutMetrics, is_due
 from rl.stages.sampling import evaluation
 from rl.stages.sampling.evaluation import Evaluation
@@ -102,6 +103,41 @@ def test_pass_at_k_is_the_mean_over_problems_at_a_temperature_of_its_own():
     assert asked[1][0].n == 4 and asked[1][0].temperature == 0.5 and asked[1][0].top_k == 0
     # Draws from ids that no prompt of training has, the same at every evaluation.
     assert asked[0][1] == asked[1][1] and min(asked[1][1]) >= 1 << 30
+
+
+class Voting(Scripted):
+    """A generator whose samples 0 and 1 say yes and whose third says no."""
+
+    def stream(self, prompts, params, ids):
+        for index, sample, _ in super().stream(prompts, params, ids):
+            yield index, sample, Completion([5], [0.0], "stop", "no" if sample == 2 else "yes")
+
+
+def test_maj_at_k_is_whether_the_answer_of_most_samples_is_right():
+    script = Voting([0.0] * 3, [[1, 1, 0], [0, 0, 1], [math.nan, 1, 1]])
+    problems = [Problem(Example("Is it?", columns={"answer": "x"}), [7]) for _ in range(3)]
+    settings = EvaluationOptions.model_validate(
+        {"data": {"task": "arithmetic"}, "samples": 3, "k": [1], "maj": [3]}
+    )
+    sample = functools.partial(collect, Source(script, script))
+    params = SamplingParams(max_new_tokens=9)
+    asked = Evaluation(settings, problems, sample, params, answer=lambda text: text or None)
+    assert asked.run()["eval/maj@3"] == pytest.approx(0.5)  # the last one has two scored samples
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["evaluation.samples=2", "evaluation.maj=[3]"], r"between 1 and samples \(2\), got 3"),
+        (
+            ["evaluation.samples=2", "evaluation.maj=[2]", "rewards.functions=[length]"],
+            "no reward tells what a completion answers",
+        ),
+    ],
+)
+def test_majorities_need_samples_and_a_reward_that_tells_answers(keys, message):
+    with pytest.raises(ConfigError, match=message):
+        load(["configs/quickstart.yml"], keys)
 
 
 def test_penalties_and_forbidden_texts_are_those_of_the_evaluation():
