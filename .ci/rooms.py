@@ -63,6 +63,7 @@ ORDER = {
         "text",
         "media",
         "types",
+        "adapter_pool",
         "constraints",
         "calls",
         "request",

@@ -22,6 +22,7 @@ from policy.model import Model
 from policy.ops.host_memory import on_a_device
 from policy.ops.seeds import checked_seed
 from policy.programs import freed_memory
+from rollout.adapter_pool import AdapterPool
 from rollout.constraints import Grammars
 from rollout.engine.engine import Engine
 from rollout.engine.exact import Verifier
@@ -68,8 +69,12 @@ class Generator:
         seed: int = 0,
         tokenizer: Tokenizer | None = None,
         options: GeneratorOptions = GeneratorOptions(),
+        adapters: AdapterPool | None = None,
     ):
-        """Raises ValueError for sizes and options that do not fit the model."""
+        """adapters: those that requests may choose; `model` is then their `AdapterPool.model`.
+        Raises ValueError for sizes and options that do not fit the model."""
+        if adapters is not None and adapters.model is not model:
+            raise ValueError("Generator: give the model of the adapters, AdapterPool.model")
         if max_length < 2 or slots < 1:
             raise ValueError("Generator: max_length must be at least 2 and slots at least 1")
         if (limit := model.config.max_positions) is not None and max_length > limit:
@@ -83,6 +88,7 @@ class Generator:
                 "is routed anywhere"
             )
         self.model = model
+        self.adapters = adapters
         self.max_length = max_length
         self.slots = slots
         self.seed = checked_seed(seed)
@@ -105,7 +111,7 @@ class Generator:
             bad_words = lru_cache(maxsize=64)(partial(bad_word_tokens, tokenizer))
         self.engine = Engine(
             runner,
-            lambda: self._params,
+            self._params_of,
             seed,
             stop_string=stop_string,
             bad_words=bad_words,
@@ -132,22 +138,24 @@ class Generator:
         prompts: Sequence[Sequence[int] | str | MediaPrompt],
         params: SamplingParams = SamplingParams(),
         ids: Sequence[int] | None = None,
+        adapter: str | None = None,
     ) -> list[list[Completion]]:
         """Samples `params.n` completions of each prompt; returns them as [prompt][sample].
 
         Prompts are lists of token ids, strings with a tokenizer, or prompts with pictures or
         sounds. `ids` are the prompt ids of the random draw, by default range(len(prompts)), so that
-        equal calls give equal tokens. A string is encoded as training encodes prompts: with the
+        equal calls give equal tokens. `adapter` is the name of one of the generator's adapters;
+        None: the decoder alone. A string is encoded as training encodes prompts: with the
         special tokens that the tokenizer puts in front, without an end of sequence.
 
         Raises ValueError, before anything is computed, for an empty prompt, for token ids outside
         the vocabulary, for a prompt that with max_new_tokens is longer than max_length (naming the
         prompt), for strings without a tokenizer (prompts, stop strings or bad words), for a bad
-        word without tokens, for biases of tokens outside the vocabulary, and for ids that are not
-        one for each prompt or outside 0..2^31 - 1.
+        word without tokens, for biases of tokens outside the vocabulary, for ids that are not one
+        for each prompt or outside 0..2^31 - 1, and for an unknown adapter.
         """
         completions: dict[tuple[int, int], Completion] = {}
-        for index, sample, completion in self.stream(prompts, params, ids):
+        for index, sample, completion in self.stream(prompts, params, ids, adapter):
             completions[index, sample] = completion
         return [
             [completions[index, sample] for sample in range(params.n)]
@@ -159,10 +167,14 @@ class Generator:
         prompts: Sequence[Sequence[int] | str | MediaPrompt],
         params: SamplingParams = SamplingParams(),
         ids: Sequence[int] | None = None,
+        adapter: str | None = None,
     ) -> Iterator[tuple[int, int, Completion]]:
         """Yields (prompt, sample, completion) as soon as each completion has ended, while the
         others go on. Raises ValueError as `generate` does, at once."""
         requests = self._requests(prompts, params, ids)
+        self._check_adapter(adapter)
+        for request in requests:
+            request.adapter = adapter
         return (
             (request.index, request.sample, self.completion(request))
             for request in self._run(requests)
@@ -226,7 +238,8 @@ class Generator:
 
     def submit(self, request: Request) -> Request:
         """Adds a request to the queue. Repeated calls of `step` run it until `finish` is set.
-        Raises ValueError if it cannot run: see Engine.check."""
+        Raises ValueError if it cannot run (see Engine.check), and for an unknown adapter."""
+        self._check_adapter(request.adapter)
         self.engine.check(request)
         self._queue.add([request])
         return request
@@ -342,19 +355,18 @@ class Generator:
     def _fill_slots(self) -> None:
         """Fills free slots from the queue, and scores the prompts that ask for it. Once these have
         more tokens than a step may prefill, the others wait."""
-        unscored: list[Request] = []
+        unscored: dict[tuple[str | None, int], list[Request]] = {}
         left = self._prefill_budget
         while self._queue and self.engine.free_slots and left > 0:
             request = self._queue.pop()
             self.engine.insert(request)
-            asks = request.params.prompt_logprobs is not None
-            if asks and request.prompt_scores is None and not self.verifier:
-                unscored.append(request)
+            k = request.params.prompt_logprobs
+            if k is not None and request.prompt_scores is None and not self.verifier:
+                unscored.setdefault((request.adapter, k), []).append(request)
                 left -= len(request.prompt)
-        for k in {request.params.prompt_logprobs for request in unscored}:
-            group = [request for request in unscored if request.params.prompt_logprobs == k]
+        for (adapter, k), group in unscored.items():
             texts = [Text(request.prompt, request.media) for request in group]
-            scores = self._token_scorer.score(self._params, texts, k or 0)
+            scores = self._token_scorer.score(self._params_of(adapter), texts, k)
             for request, each in zip(group, scores, strict=True):
                 request.prompt_scores = each
 
@@ -369,7 +381,8 @@ class Generator:
         if not asked:
             return
         text = Text((*request.prompt, *request.tokens), request.media)
-        [scores] = self._token_scorer.score(self._params, [text], max(asked))
+        weights = self._params_of(request.adapter)
+        [scores] = self._token_scorer.score(weights, [text], max(asked))
         start = len(request.prompt)
         if params.top_logprobs is not None:
             request.scores = scores.part(start, None, params.top_logprobs)
@@ -382,7 +395,7 @@ class Generator:
         verifier.add(ended)
         if not verifier.due(waiting=bool(self._queue)):
             return []
-        verified, resumed = verifier.check(self.model.params)
+        verified, resumed = verifier.check(self._own_params)
         self._queue.add(resumed)
         for request in verified:
             self._score_verified(request)
@@ -472,7 +485,23 @@ class Generator:
     @property
     def _params(self) -> dict:
         """Returns the model's current weights, with copies where the options ask for them."""
-        return self.weights.with_copies(self.model.params) if self.weights else self.model.params
+        return self._params_of(None)
+
+    def _params_of(self, adapter: str | None) -> dict:
+        """Returns the same with an adapter."""
+        params = self._own_params(adapter)
+        return self.weights.with_copies(params) if self.weights else params
+
+    def _own_params(self, adapter: str | None) -> dict:
+        """Returns the model's own weights with an adapter."""
+        return self.model.params if self.adapters is None else self.adapters.params(adapter)
+
+    def _check_adapter(self, adapter: str | None) -> None:
+        """Raises ValueError for a name that no adapter has."""
+        names = () if self.adapters is None else self.adapters.names
+        if adapter is not None and adapter not in names:
+            known = ", ".join(names) or "none"
+            raise ValueError(f"no adapter {adapter!r}; this generator has {known}")
 
 
 def _first_stop(

@@ -48,7 +48,8 @@ class MediaPrompt:
 def prefix_keys(tokens: Sequence[int], parts: Sequence[tuple[str, int] | None]) -> tuple[int, ...]:
     """Returns the tokens of a prompt with a number below 0 in the place of each one that stands for
     a part of a picture or sound. The number follows from (digest, number of the part), parts[t] of
-    token t; None: token t is text.
+    token t; None: token t is text. In requests with an adapter the number of the first token
+    follows from (name of the adapter, token).
 
     Equal prompts have equal keys only if they show equal pictures, so prefixes are compared by
     them.
@@ -95,6 +96,7 @@ class Request:
     media: the pictures and sounds of the prompt; None: it is text.
     keys: what prefixes are compared by, one number for each token of the prompt; None: its tokens.
     bad_words: the token sequences of `params.bad_words`. The engine sets them.
+    adapter: the name of the adapter that computes it (rollout/adapter_pool.py); None: none.
     matcher: where the completion stands in the grammar of `params.constraint`. The engine sets it.
     arrival: its number in the order in which requests came to the queue, which sets it.
     """
@@ -122,6 +124,7 @@ class Request:
     media: Media | None = None
     keys: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
+    adapter: str | None = None
     matcher: Matcher | None = None
     arrival: int | None = None
 
@@ -176,7 +179,11 @@ class Request:
     def shared_keys(self, end: int) -> tuple[int, ...]:
         """Returns the keys of the tokens before `end` of prompt and completion."""
         keys = self.prompt if self.keys is None else self.keys
-        return (*keys[:end], *self.tokens[: max(0, end - len(keys))])
+        text = (*keys[:end], *self.tokens[: max(0, end - len(keys))])
+        if self.adapter is None or not text:
+            return text
+        # A prefix begins with the first token, so this is enough to tell adapters apart.
+        return (*prefix_keys(text[:1], [(self.adapter, text[0])]), *text[1:])
 
     def call_end(self, tokens: int) -> int:
         """Returns where the next prefill call of so many tokens ends: `needed` at the latest, and

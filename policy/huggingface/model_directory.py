@@ -531,7 +531,7 @@ def _on_host(array, number: int | None) -> np.ndarray:
     )
 
 
-def _stored(graph: Graph, params) -> Iterator[tuple[str, np.ndarray]]:
+def stored_tensors(graph: Graph, params) -> Iterator[tuple[str, np.ndarray]]:
     """Yields every tensor as it is stored, by stored name, layer by layer; tensors without elements
     last."""
     work = []
@@ -601,7 +601,7 @@ def write(
             if source is None
             else f"{source}: its config.json describes another model than the one to write"
         )
-    every = itertools.chain(_stored(graph, params), (tensors or {}).items())
+    every = itertools.chain(stored_tensors(graph, params), (tensors or {}).items())
     if source is None:
         every = _wrapped(config, hf, every)
     else:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +22,11 @@ from policy.compatibility import Conflict
 from policy.config import DecoderConfig
 from policy.huggingface import classification, model_directory, sources
 from policy.huggingface.classification import Classifier
+from policy.huggingface.gguf import writer
+from policy.huggingface.gguf.directory import directory_of
+from policy.huggingface.gguf.package import gguf
+from policy.huggingface.gguf.tensors import opened
+from policy.huggingface.gguf.writer import GgufType
 from policy.huggingface.peft.reader import read_adapter
 from policy.mesh import processes
 from policy.mesh.sharding import block_on_cpu_mesh
@@ -114,6 +121,28 @@ def check_classifier(written: Classifier, directory: str | os.PathLike, rows: Ro
     return _compare(both, _scores, directory, rows)
 
 
+def check_gguf(written: Model, file: Path, kind: GgufType, rows: Rows) -> Proof:
+    """Reads a GGUF file and compares it with the model that was written to it.
+
+    Every tensor must be the one that was written in the type of the file, and the configuration that
+    of the model. Returns the largest difference between the log-probabilities of the model and of
+    the file, which the type makes. Raises NotReloaded.
+    """
+    source = _of_floats(_in_float32(written.graph))
+    stored = opened(file).tensors
+    for name, array in writer.gguf_tensors(written):
+        tensor = stored[name]
+        numbers = gguf("--gguf").dequantize(tensor.data, tensor.tensor_type)
+        if not np.array_equal(numbers, writer.rounded(name, array, kind)):
+            raise NotReloaded(f"{file}: {name} is not what was written")
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        directory = directory_of(file, Path(folder))
+        graph = Graph(sources.read_config(directory), source.runtime, source.layout)
+        read = Model(graph, model_directory.read_weights(directory, graph)[0])
+    both = Model(source, written.params), read
+    return _compare(both, _token_logprobs, file, rows, tolerance=np.inf)
+
+
 def check_adapter(written: Model, directory: str | os.PathLike, rows: Rows) -> Proof:
     """Reads the adapter in `directory`, over the base of the model whose adapter was written there,
     and compares it as `check_model`. The base is read in the form in which the model has it, which
@@ -179,7 +208,11 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def _compare(
-    both: tuple[Model, Model], values: Values, directory: str | os.PathLike, rows: Rows
+    both: tuple[Model, Model],
+    values: Values,
+    directory: str | os.PathLike,
+    rows: Rows,
+    tolerance: float = TOLERANCE,
 ) -> Proof:
     written, read = both
     batch = _padded(rows, written.graph)
@@ -192,12 +225,12 @@ def _compare(
     difference = np.where(np.isnan(difference), np.inf, difference)
     row, token = np.unravel_index(np.argmax(difference), difference.shape)
     largest = float(difference[row, token])
-    if largest > TOLERANCE:
+    if largest > tolerance or not np.isfinite(largest):
         raise NotReloaded(
             f"{directory}: read back, the weights give another {values.__doc__} than those that "
             f"were written: {before[row, token]:.6f} became {after[row, token]:.6f} at token "
             f"{token} of prompt {row + 1} of {len(rows)}; the largest difference allowed is "
-            f"{TOLERANCE:g}"
+            f"{tolerance:g}"
         )
     return Proof(largest, sum(map(len, rows)) - len(rows))
 

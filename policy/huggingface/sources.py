@@ -19,6 +19,7 @@ from policy.fields import extensions, names
 from policy.fields.config_fields import UnsupportedModel
 from policy.fields.stored_names import renamed
 from policy.huggingface import quantized
+from policy.huggingface.gguf.directory import directory_of, is_gguf
 from policy.huggingface.quantized import Scheme
 from policy.huggingface.tensorfiles import (
     ADAPTER,
@@ -128,18 +129,24 @@ def has_adapter(directory: str | os.PathLike) -> bool:
 
 
 def is_model(directory: str | os.PathLike) -> bool:
-    """Tells whether a directory holds a model, or an adapter that names one."""
-    return any((Path(directory) / name).is_file() for name in ("config.json", ADAPTER_FILES[0]))
+    """Tells whether a directory holds a model, or an adapter that names one; or whether it is a GGUF
+    file."""
+    return is_gguf(directory) or any(
+        (Path(directory) / name).is_file() for name in ("config.json", ADAPTER_FILES[0])
+    )
 
 
 def base_of(directory: str | os.PathLike) -> Path:
-    """Returns the directory of the weights of a model: of an adapter, that of its base.
+    """Returns the directory of the weights of a model: of an adapter, that of its base; of a GGUF
+    file, one in the cache.
 
     The base is in the directory of the adapter, or where its `base_model_name_or_path` says: a
     directory, also one relative to that of the adapter, or a model of the hub in the local cache.
     Raises ModelFileError if there is none.
     """
     directory = Path(directory)
+    if is_gguf(directory):
+        return directory_of(directory)
     if not has_adapter(directory) or _has_weights(directory):
         return directory
     file = directory / ADAPTER_FILES[0]
@@ -278,7 +285,9 @@ def _untied(hf: dict) -> dict:
 
 def _stamp(directory: str | os.PathLike) -> tuple[tuple[str, int, int], ...]:
     """Returns names, sizes and times of a directory's weight files."""
-    files = sorted(Path(directory).glob("*.safetensors"))
+    files = sorted(
+        file for end in ("*.safetensors", "*.gguf") for file in Path(directory).glob(end)
+    )
     return tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
 
 

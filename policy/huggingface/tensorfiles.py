@@ -17,6 +17,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from policy.huggingface.file_error import ModelFileError
+from policy.huggingface.gguf.tensors import GgufTensor, tensors_of
 from policy.huggingface.quantized import QuantizationError, Quantized, Scheme
 
 # A file of a save in several files.
@@ -33,14 +35,10 @@ OTHERS = {"F8_E5M2": ml_dtypes.float8_e5m2, "BOOL": np.bool_, "I8": np.int8, "I1
 OTHERS |= {"U16": np.uint16, "U32": np.uint32, "U64": np.uint64}
 
 
-class ModelFileError(ValueError):
-    """Raised for a model directory that cannot be read; names the file or tensor that is missing,
-    extra or wrong."""
-
-
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor as the header of `file` describes it; `name` is its name there."""
+    """A tensor as the header of `file` describes it; `name` is its name there. gguf: of a GGUF file,
+    what reads it."""
 
     name: str
     file: Path
@@ -48,13 +46,14 @@ class _Entry:
     shape: tuple[int, ...]
     start: int
     stop: int
+    gguf: GgufTensor | None = None
 
 
 class TensorFiles:
     """The tensors of `directory`, under the names that `rename` returns.
 
     The files are model.safetensors, else the files that the index lists, else those of one save,
-    without the adapter of PEFT that may lie with them; and `extra_files`. `only`: the one file to
+    without the adapter of PEFT that may lie with them, else one GGUF file; and `extra_files`. `only`: the one file to
     read instead. `unread` holds the names of the tensors that were not read yet. Raises
     ModelFileError for files that are missing, damaged or of several saves.
     """
@@ -108,6 +107,9 @@ class TensorFiles:
         files = sorted(self.directory.glob("*.safetensors"))
         paths = [file for file in files if file.name != ADAPTER]
         if not paths:
+            files = sorted(self.directory.glob("*.gguf"))
+            if len(files) == 1:
+                return files
             raise ModelFileError(
                 f"{self.directory}: no *.safetensors file{_other_weights(self.directory)}"
             )
@@ -144,7 +146,7 @@ class TensorFiles:
 
     def checked(
         self, name: str, shape: tuple[int, ...], integers: bool = False
-    ) -> Quantized | np.ndarray:
+    ) -> Quantized | GgufTensor | np.ndarray:
         """Returns a tensor that must have this shape; its numbers are not read yet. `integers`: it
         holds integers instead of floats. Raises ModelFileError if it is missing or different."""
         if name not in self:
@@ -175,7 +177,7 @@ class TensorFiles:
         values = self._scheme.values if self._scheme else ""
         return self._entries[name if name in self._entries else name + values].file
 
-    def tensor(self, name: str) -> Quantized | np.ndarray:
+    def tensor(self, name: str) -> Quantized | GgufTensor | np.ndarray:
         """Returns a tensor of the files, whose numbers are not read yet. Raises ModelFileError for
         quantised numbers without scales and an unknown dtype."""
         tensor = self._quantized(name)
@@ -186,8 +188,11 @@ class TensorFiles:
             )
         return tensor
 
-    def _quantized(self, name: str) -> Quantized | None:
-        """Returns the tensor if it is quantised, else None."""
+    def _quantized(self, name: str) -> Quantized | GgufTensor | None:
+        """Returns the tensor if it is quantised, or in a GGUF file, else None."""
+        if name in self._entries and (tensor := self._entries[name].gguf) is not None:
+            self.unread.discard(name)
+            return tensor
         try:
             return self._scheme.find(name, self._view) if self._scheme else None
         except QuantizationError as error:
@@ -237,10 +242,7 @@ def _other_weights(directory: Path) -> str:
             f'it: python -c "{convert}"'
         )
     if files := sorted(directory.glob("*.gguf")):
-        return (
-            f"; {files[0].name} is GGUF: read it with transformers (gguf_file=) and save it "
-            "with save_pretrained"
-        )
+        return f"; there are {len(files)} GGUF files: name one of them, {files[0]}"
     return ""
 
 
@@ -274,6 +276,11 @@ def _header(path: Path) -> list[_Entry]:
     """Reads the header of a file, after safetensors has checked it."""
     from safetensors import SafetensorError, safe_open
 
+    if path.suffix == ".gguf":
+        return [
+            _Entry(name, path, "GGUF", tensor.shape, 0, 0, tensor)
+            for name, tensor in tensors_of(path).items()
+        ]
     try:
         with safe_open(path, framework="numpy"), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -58,7 +58,8 @@ Part = Literal["model", "reward model", "tokenizer"]
 
 def directory(source: str, *, weights: bool = False, part: Part = "model") -> Path | None:
     """Returns the directory of a model or tokenizer, or None for a name without files, such as a
-    preset. That of an adapter stands for the adapter over its base.
+    preset. That of an adapter stands for the adapter over its base. A GGUF file has one in the
+    cache.
 
     For a URL, fetches these files to the cache of rl/remote/cache.py. For a repository on the hub,
     downloads configuration and tokenizer to the cache of
@@ -66,6 +67,8 @@ def directory(source: str, *, weights: bool = False, part: Part = "model") -> Pa
     they are pickles. Raises ModelError for a repository that the hub or the cache does not have,
     ResourceError if the cache has no room.
     """
+    if source.endswith(".gguf") and Path(source).is_file():
+        return _of_gguf(source, part)
     if Path(source).is_dir():
         result = Path(source)
     elif is_remote(source):
@@ -75,6 +78,16 @@ def directory(source: str, *, weights: bool = False, part: Part = "model") -> Pa
     if result is not None and part != "tokenizer":
         _fetch_base(result, weights, part)
     return result
+
+
+def _of_gguf(source: str, part: Part) -> Path:
+    """Returns the directory of a GGUF file, in the cache. Raises ModelError."""
+    from policy.huggingface import sources
+
+    try:
+        return sources.base_of(source)
+    except ValueError as error:
+        raise ModelError(f"{part} {error}") from None
 
 
 def _fetch_base(adapter: Path, weights: bool, part: Part) -> None:

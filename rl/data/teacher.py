@@ -68,7 +68,8 @@ def identity(options: TeacherOptions) -> str:
         return f"preset {options.source}"
     digest = hashlib.sha256()
     try:
-        for file in sorted({*directory.glob("config.json"), *directory.glob(pattern)}):
+        patterns = ("config.json", "*.gguf", pattern)
+        for file in sorted({each for name in patterns for each in directory.glob(name)}):
             size = file.stat().st_size
             digest.update(f"{file.name} {size}".encode())
             with file.open("rb") as opened:

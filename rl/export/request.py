@@ -8,6 +8,7 @@ from typing import Literal
 
 Dtype = Literal["float32", "bfloat16"]
 Form = Literal["adapter", "merged"]
+GgufType = Literal["f16", "q8_0"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class ExportRequest:
     source: the folder of a run, the directory of a model, or a model on the hub. step: of a run, the
     checkpoint `[STAGE:]N`; None: its final weights, or the newest checkpoint of a run that has not
     ended. dtype: None: that of the source. form: of a model with an adapter; None: as the run's
-    `export` says, else the adapter. force: an export in `directory` is replaced.
+    `export` says, else the adapter. gguf: a GGUF file is written, with matrices in this type. force:
+    an export in `directory` is replaced.
     """
 
     source: str
@@ -25,4 +27,5 @@ class ExportRequest:
     step: str | None = None
     dtype: Dtype | None = None
     form: Form | None = None
+    gguf: GgufType | None = None
     force: bool = False

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from policy.json_types import JsonValue
-from rl.export import folder
+from rl.export import folder, gguf
 from rl.export.open import opened
 from rl.export.request import ExportRequest
+from rl.stages.export.exportable import Exportable
 from rl.stages.export.policy import write_policy
+
+if TYPE_CHECKING:
+    from policy.huggingface.reload import Proof
+
+
+def _write(request: ExportRequest, exported: Exportable, directory: Path) -> list[Proof]:
+    if request.gguf is None:
+        return write_policy(exported, directory)
+    return gguf.write(exported, directory, request.gguf, request.directory.name)
 
 
 def export(request: ExportRequest) -> str:
@@ -18,18 +32,24 @@ def export(request: ExportRequest) -> str:
     """
     folder.check(request.directory, request.force)
     source = opened(request)
+    if request.gguf is not None:
+        gguf.check(source.exported)
     model = source.exported.model
-    facts: dict[str, JsonValue] = {
-        "source": source.label,
-        "dtype": model.graph.runtime.param_dtype,
-    }
+    dtype = request.gguf or model.graph.runtime.param_dtype
+    facts: dict[str, JsonValue] = {"source": source.label, "dtype": dtype}
     with folder.written(request.directory, request.force, facts) as directory:
-        proofs = write_policy(source.exported, directory)
-        facts["largest_difference"] = max(each.difference for each in proofs)
-        facts["compared_tokens"] = sum(each.tokens for each in proofs)
+        proofs = _write(request, source.exported, directory)
+        if proofs:
+            facts["largest_difference"] = max(each.difference for each in proofs)
+            facts["compared_tokens"] = sum(each.tokens for each in proofs)
         size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    return f"{request.directory}: {source.label}, {dtype}, {size / 1e6:,.1f} MB. {_measured(facts)}"
+
+
+def _measured(facts: Mapping[str, JsonValue]) -> str:
+    if "compared_tokens" not in facts:
+        return "It was not read back"
     return (
-        f"{request.directory}: {source.label}, {model.graph.runtime.param_dtype}, "
-        f"{size / 1e6:,.1f} MB. Read back, the log-probabilities of {facts['compared_tokens']} "
-        f"tokens differ by at most {facts['largest_difference']:.1e}"
+        f"Read back, the log-probabilities of {facts['compared_tokens']} tokens differ by at most "
+        f"{facts['largest_difference']:.1e}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rewards.suggest import nearest
@@ -27,6 +27,7 @@ from rl.imports.rules import (
 Fate = Literal["mapped", "changed", "refused", "left"]
 """mapped: the same in Duet. changed: in meaning. refused: not supported, and the training depends
 on it. left: not supported, and no result depends on it."""
+_HINTS = 20  # unknown keys for which the nearest one is looked for, which takes time
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
 
@@ -72,6 +73,7 @@ class Draft:
     values: dict[str, Written] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)
+    _unknown: int = 0
 
     def has(self, key: str) -> bool:
         """Tells whether the files have a key with a value."""
@@ -136,10 +138,30 @@ class Draft:
     def put(self, name: str, value: Any, *keys: str, note: str = "", changed: bool = False) -> None:
         """Writes a value. keys: of the words that it follows from; those that the files have get
         their fate. note: how it follows. changed: whether the meaning differs."""
+        if value is None and any(self.fate_of(key) == "refused" for key in keys):
+            return
         given = tuple(key for key in dict.fromkeys(keys) if self._is_given(key))
-        self.values[name] = Written(value, self._comment(given, note, bool(keys)))
+        self._write(name, Written(value, self._comment(given, note, bool(keys))))
         fate: Fate = "changed" if changed else "mapped"
         self.entries.append(Entry(fate, given or tuple(keys), name, value, note))
+
+    def _write(self, name: str, written: Written) -> None:
+        """Writes a value; keys of a section that is a list are those of each entry."""
+        parts = name.split(".")
+        for count in range(1, len(parts)):
+            section = self.values.get(".".join(parts[:count]))
+            if section is not None:
+                entries = [_with(entry, parts[count:], written.value) for entry in section.value]
+                self.values[".".join(parts[:count])] = replace(section, value=entries)
+                return
+        inside = [key for key in self.values if key.startswith(f"{name}.")]
+        if isinstance(written.value, list):
+            for key in inside:
+                path = key.removeprefix(f"{name}.").split(".")
+                value = self.values.pop(key).value
+                entries = [_with(entry, path, value) for entry in written.value]
+                written = replace(written, value=entries)
+        self.values[name] = written
 
     def same(self, *keys: str, note: str = "") -> None:
         """Says that those words that have no fate yet need no key in Duet, because it does the same
@@ -202,8 +224,10 @@ class Draft:
         rule = rule_of(self.table, key)
         word = self.given.words[key]
         if rule is None:
+            self._unknown += 1
             names = [name for name in self.table if "*" not in name]
-            self.refuse(key, why=f"{self.framework} has no such key{nearest(key, names)}")
+            hint = nearest(key, names) if self._unknown <= _HINTS else ""
+            self.refuse(key, why=f"{self.framework} has no such key{hint}")
         elif isinstance(rule, Leave):
             self.leave(key, why=reason(key, rule))
         elif word.unresolved:
@@ -264,3 +288,11 @@ class Draft:
         if not origin and has_keys:
             origin = f"default of {self.framework}"
         return ": ".join(part for part in (origin, note) if part)
+
+
+def _with(entry: Any, path: Sequence[str], value: Any) -> Any:
+    """Returns an entry with a value at a path, unless it has one there."""
+    entry = dict(entry) if isinstance(entry, dict) else {"path": entry}
+    first, *rest = path
+    entry[first] = _with(entry.get(first, {}), rest, value) if rest else entry.get(first, value)
+    return entry

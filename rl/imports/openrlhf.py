@@ -160,14 +160,14 @@ def _data(draft: Draft, paths: str, shares: str, split: str) -> None:
     weights = [part for text in draft.texts(shares) for part in text.split(",") if part]
     put_data(draft, names, paths, split=draft.text(split) if draft.has(split) else "")
     if weights and len(names) > 1:
-        if len(weights) == len(names):
+        if len(weights) == len(names) and all(map(_is_number, weights)):
             entries = [
                 {**entry, "weight": float(weight)}
                 for entry, weight in zip(draft.values["data"].value, weights, strict=True)
             ]
             draft.put("data", entries, paths, shares)
         else:
-            draft.refuse(shares, why=f"{len(weights)} shares of {len(names)} datasets")
+            draft.refuse(shares, why=f"they are no {len(names)} numbers, one for each dataset")
     draft.same(shares, split)
     limit = draft.integer("data.max_samples") or 0
     if 0 < limit < _MOST_ROWS and len(names) > 1:
@@ -176,6 +176,10 @@ def _data(draft: Draft, paths: str, shares: str, split: str) -> None:
     elif 0 < limit < _MOST_ROWS:
         draft.put("data.limit", limit, "data.max_samples")
     draft.same("data.max_samples", note="no limit")
+
+
+def _is_number(text: str) -> bool:
+    return bool(re.fullmatch(r"\d*\.?\d+(?:[eE]-?\d+)?", text))
 
 
 def _columns(draft: Draft, columns: dict[str, str]) -> None:

@@ -64,7 +64,7 @@ def updates_of(draft: Draft, per_step: int) -> int | None:
         return steps.value * per_step
     epochs = draft.values.get(f"{STAGE}.epochs")
     batch = draft.values.get(f"{STAGE}.prompts_per_step")
-    if epochs is None or batch is None or draft.facts.rows is None:
+    if epochs is None or batch is None or not batch.value or draft.facts.rows is None:
         return None
     return math.ceil(epochs.value * draft.facts.rows / batch.value) * per_step
 

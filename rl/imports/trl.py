@@ -264,8 +264,8 @@ def _data(draft: Draft, trainer: str) -> None:
         put_data(draft, draft.texts("dataset_name"), "dataset_name")
         if split:
             draft.put("data.split", split, "dataset_train_split")
-        if draft.text("dataset_config"):
-            draft.put("data.subset", draft.text("dataset_config"), "dataset_config")
+        if subset := draft.text("dataset_config") or ", ".join(draft.texts("dataset_configs")):
+            draft.put("data.subset", subset, "dataset_config", "dataset_configs")
     if trainer in ("sft", "dpo", "kto", "reward"):
         _length_of_rows(draft)
     if draft.has("dataset_text_field"):
@@ -320,7 +320,7 @@ def _run(draft: Draft, updates: int) -> None:
     others = [each for each in trackers if each not in ("wandb", "tensorboard", "none", "all")]
     if others:
         draft.leave("report_to", why=f"the import sets no tracker for {', '.join(others)}")
-    draft.same("report_to", note="no tracker")
+    draft.same("report_to", "run_name", note="no tracker")
 
 
 def _every(draft: Draft, strategy: str, steps: str, updates: int) -> int | None:

@@ -32,10 +32,12 @@ class LockHeld(RemoteError):
 
 @dataclass(frozen=True)
 class Holder:
-    """Content of a lock. owner: random text of the folder that holds it. expires: Unix seconds."""
+    """Content of a lock. owner: random text of the folder that holds it. machine: the start of the
+    system and the namespace in which the process has its number. expires: Unix seconds."""
 
     owner: str
     host: str
+    machine: str
     process: int
     folder: str
     expires: float
@@ -49,9 +51,9 @@ class LeaseTimes:
     """Seconds: for which a lock holds without renewal, between renewals, between two looks at a
     lock of somebody else, and before a lock is read again where writes do not compare versions."""
 
-    lease_s: float = 120.0
-    renew_s: float = 20.0
-    look_s: float = 2.0
+    lease_s: float = 60.0
+    renew_s: float = 10.0
+    look_s: float = 1.0
     settle_s: float = 2.0
 
 
@@ -165,12 +167,17 @@ class Lock:
     def _own(self) -> Holder:
         expires = time.time() + self._times.lease_s
         return Holder(
-            self._owner, socket.gethostname(), os.getpid(), str(self._folder.absolute()), expires
+            self._owner,
+            socket.gethostname(),
+            _machine(),
+            os.getpid(),
+            str(self._folder.absolute()),
+            expires,
         )
 
     def _is_free(self, holder: Holder) -> bool:
-        own = holder.owner == self._owner and holder.host == socket.gethostname()
-        return own or holder.expires < time.time()
+        is_own = holder.owner == self._owner and holder.host == socket.gethostname()
+        return is_own or holder.expires < time.time() or _is_dead(holder)
 
     def _in_use(self, holder: Holder) -> str:
         left = max(holder.expires - time.time(), 0)
@@ -187,12 +194,36 @@ def _holder(data: bytes) -> Holder | None:
         return Holder(
             str(values["owner"]),
             str(values["host"]),
+            str(values["machine"]),
             int(values["process"]),
             str(values["folder"]),
             float(values["expires"]),
         )
     except (ValueError, KeyError, TypeError):
         return None
+
+
+def _machine() -> str:
+    """Returns what is the same for processes that see each other's numbers; "" where the system does
+    not say."""
+    try:
+        started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{started} {os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return ""
+
+
+def _is_dead(holder: Holder) -> bool:
+    """Tells whether the process of a lock was on this machine and is gone."""
+    if not holder.machine or holder.machine != _machine():
+        return False
+    try:
+        os.kill(holder.process, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _owner(folder: Path) -> str:

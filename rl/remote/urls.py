@@ -75,7 +75,7 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
         raise ConfigError(problem)
     scheme = scheme_of(url)
     try:
-        made = fsspec.filesystem(scheme, use_listings_cache=False)
+        made = _made(fsspec.get_filesystem_class(scheme))
         path = made._strip_protocol(url)
     except ImportError as error:
         raise ConfigError(f"{url}: its client cannot be imported: {error}") from None
@@ -83,6 +83,13 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
         hint = f" (credentials: {CREDENTIALS[scheme]})" if scheme in CREDENTIALS else ""
         raise ConfigError(f"{url}: {type(error).__name__}: {error}{hint}") from None
     return made, str(path).rstrip("/")
+
+
+def _made(kind: type[AbstractFileSystem]) -> AbstractFileSystem:
+    try:
+        return kind(use_listings_cache=False)
+    except TypeError:  # of a package that takes no further options
+        return kind()
 
 
 def joined(url: str, name: str) -> str:

@@ -220,7 +220,9 @@ def _model(config: RunConfig) -> Iterator[Fault]:
         yield Fault(
             f"{source} holds no config.json, so it is no Hugging Face model directory", key=path
         )
-    elif config.model.overrides and (on_hub or any(directory.glob("*.safetensors"))):
+    elif config.model.overrides and (
+        on_hub or directory.is_file() or any(directory.glob("*.safetensors"))
+    ):
         yield Fault(
             f"{source} holds weights; overrides change the shape of a model that starts from "
             "random weights only",

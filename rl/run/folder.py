@@ -6,6 +6,9 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
+import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +16,16 @@ from safetensors import SafetensorError
 
 from policy.mesh import processes
 from rewards.text import quoted
-from rl.cluster.launch import on_first
+from rl.cluster.launch import on_first, raise_on_all
 from rl.config import files
 from rl.config.run import RunConfig
-from rl.errors import ResourceError, disk_room, no_room
+from rl.errors import ConfigError, ResourceError, disk_room, no_room
 from rl.run.resume.continued import check_same, continued, folder_state, saved
 from rl.run.unfinished import stop
+
+_SHOWN_AFTER_S = 60.0
+"""Seconds after which a file of one machine shows on another, on network file systems."""
+_LOOK_S = 0.1
 
 
 class FolderLock:
@@ -82,6 +89,11 @@ class RunFolder:
 
     def __enter__(self) -> RunFolder:
         on_first(self._take)
+        try:
+            _check_shared(self.path)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def _take(self) -> None:
@@ -221,3 +233,29 @@ class RunFolder:
             kept = self.path / f"export-{place.stage}-{place.step}"
             shutil.rmtree(kept, ignore_errors=True)  # of an earlier stop at this step
             self._exported.rename(kept)
+
+
+def _check_shared(path: Path) -> None:
+    """Raises ConfigError on all processes unless all of them see the directory of the first one."""
+    if processes.count() == 1:
+        return
+    name = f".seen-{processes.broadcast(uuid.uuid4().hex[:8])}"
+    on_first((path / name).touch)
+    try:
+        raise_on_all(lambda: wait_for_file(path / name))
+    finally:
+        if processes.first():
+            (path / name).unlink(missing_ok=True)
+
+
+def wait_for_file(file: Path, seconds: float = _SHOWN_AFTER_S) -> None:
+    """Returns when this process sees a file that the first process has written. Raises
+    ConfigError."""
+    end = time.monotonic() + seconds
+    while not file.exists():
+        if time.monotonic() > end:
+            raise ConfigError(
+                f"run.dir: process {processes.index()} on {socket.gethostname()} does not see the "
+                f"{file.parent} of the first process; name a folder that all processes share"
+            )
+        time.sleep(_LOOK_S)

@@ -113,6 +113,10 @@ def check(config: RunConfig) -> None:
                     f"{stage.name}: its reward model is the one of stage {source}, and "
                     "`rl rollout` trains none; set `source` to the folder of a reward model"
                 )
+    if config.run.remote is not None:
+        raise ConfigError(
+            "run.remote: `rl rollout` keeps no copy of its samples elsewhere; set run.remote=null"
+        )
     folder = config.directory
     if (last := LastStep.read(folder)) is None:
         if (folder / EVENTS).exists() or (folder / CHECKPOINT_FOLDER).exists():

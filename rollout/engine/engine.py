@@ -74,7 +74,7 @@ class Engine:
     def __init__(
         self,
         runner: ModelRunner,
-        weights: Callable[[], dict],
+        weights: Callable[[str | None], dict],
         seed: int,
         *,
         stop_string: StopString | None,
@@ -82,9 +82,9 @@ class Engine:
         matcher: MakeMatcher | None = None,
         prefill_budget: int,
     ):
-        """weights: returns the arrays to compute with. It is called before every prefill call,
-        every decode and every `insert`. Only weak references are kept, which show whether the
-        weights have changed.
+        """weights: returns the arrays to compute with, for the name of an adapter or None. It is
+        called before every prefill call, every decode and every `insert`. Only weak references are
+        kept, which show whether the weights have changed.
         seed: the seed of the random draws.
         stop_string: `stop_string(tokens, before, params)` searches the tokens after the first
         `before`. It returns the number of tokens up to and including the one that completes a stop
@@ -168,7 +168,7 @@ class Engine:
                 if waiting
                 else f"insert: all {slots} slots are in use; call release(slot) first"
             )
-        if self._weights_seen.update(self._weights().values()):
+        if self._weights_seen.update(self._weights(None).values()):
             self.reset_prefix_cache()
         return scheduler.admit(request)
 
@@ -266,8 +266,9 @@ class Engine:
         if self._in_flight is not None:
             raise ValueError("start: the last decode has not been collected; call collect() first")
         self.scheduler.next_request = next_request
-        if self.scheduler.running:  # an idle engine makes no copies of weights
-            self.batch.expect(self.scheduler.running, self._weights())
+        self.scheduler.next_turn()
+        if running := self.scheduler.in_turn:  # an idle engine makes no copies of weights
+            self.batch.expect(running, self._weights(self.scheduler.adapter))
         self._prefill_prompts()
         self._start_decode()
 
@@ -331,7 +332,11 @@ class Engine:
         inputs = runner.prefill_inputs(requests, P, C)
         places = (batch.row_numbers(padded), batch.page_tables(padded))
         cache = runner.prefill(
-            self._weights(), batch.full_cache(), places, inputs, first_chunk=first_chunk
+            self._weights(scheduler.adapter),
+            batch.full_cache(),
+            places,
+            inputs,
+            first_chunk=first_chunk,
         )
         batch.replace_cache(cache)
         for slot, end in zip(slots, inputs.ends, strict=True):
@@ -361,7 +366,7 @@ class Engine:
         # The decode stops after `steps` decoding steps, or as soon as at most `threshold` rows are
         # active.
         threshold = batch.early_exit_threshold(len(decoding), waiting=waiting)
-        output = batch.decode(self._weights(), (steps, threshold))
+        output = batch.decode(self._weights(scheduler.adapter), (steps, threshold))
         self.counts["dispatches"] += 1
         self._in_flight = _InFlightDecode(batch.requests, output)
 

@@ -120,17 +120,18 @@ class Verifier:
         """Whether to run a check now. waiting: whether requests wait for a slot."""
         return len(self._unverified) >= (MIN_COMPLETIONS if waiting else 1)
 
-    def check(self, params: dict) -> tuple[list[Request], list[Request]]:
-        """Returns (requests that have ended, requests that must continue from their last token)."""
+    def check(self, weights: Callable[[str | None], dict]) -> tuple[list[Request], list[Request]]:
+        """Returns (requests that have ended, requests that must continue from their last token).
+        weights: returns the arrays to compute with, for the name of an adapter or None."""
         completions = self._unverified
         self._unverified = []
-        for temperature in sorted(
-            {_temperature(completion.request.params) for completion in completions}
-        ):
-            group = [
-                each for each in completions if _temperature(each.request.params) == temperature
-            ]
-            self._compare(params, group, temperature)
+        groups: dict[tuple[str, float], list[_Unverified]] = {}
+        for each in completions:
+            request = each.request
+            kind = request.adapter or "", _temperature(request.params)
+            groups.setdefault(kind, []).append(each)
+        for (adapter, temperature), group in sorted(groups.items(), key=lambda each: each[0]):
+            self._compare(weights(adapter or None), group, temperature)
         ended = []
         resumed = []
         for completion in completions:

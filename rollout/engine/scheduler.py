@@ -91,6 +91,8 @@ class Scheduler:
     other request is admitted while there are any.
     updates: the changes of the cache that must run before the next program.
     next_request: the request that gets the next free slot, if one waits.
+    adapter: whose turn it is: a prefill call and a decode compute with one adapter, and the engine
+    gives each step to another one that has requests.
     batch_changed: whether the host added or removed a decoding request, so that the device state
     must be rebuilt.
     """
@@ -111,6 +113,7 @@ class Scheduler:
         self.waiting_for_pages: set[int] = set()
         self.updates = CacheUpdates()
         self.next_request: Request | None = None
+        self.adapter: str | None = None
         self.batch_changed = True
         self._waiters = PrefixWaiters()
         self._pinned = PinnedPrefix(cache_manager, self.updates, copies_states=limits.copies_rows)
@@ -123,12 +126,30 @@ class Scheduler:
     @property
     def decoding(self) -> list[int]:
         """Returns the slots whose prompt is in the cache, and whose request has not ended as far as
-        the host knows."""
-        return [
-            s
+        the host knows, of the adapter whose turn it is."""
+        return [s for s in self.in_turn if s not in self.prefilling]
+
+    @property
+    def in_turn(self) -> dict[int, Request]:
+        """Returns the requests by slot that have not ended, of the adapter whose turn it is."""
+        return {
+            s: request
             for s, request in self.running.items()
-            if s not in self.prefilling and request.finish is None
-        ]
+            if request.adapter == self.adapter and request.finish is None
+        }
+
+    def next_turn(self) -> None:
+        """Gives the turn to the next adapter that has requests, in the order of their oldest
+        ones."""
+        alive = (request for request in self.running.values() if request.finish is None)
+        adapters = list(dict.fromkeys(request.adapter for request in alive))
+        if not adapters:
+            return
+        at = adapters.index(self.adapter) + 1 if self.adapter in adapters else 0
+        turn = adapters[at % len(adapters)]
+        if turn != self.adapter:
+            self.adapter = turn
+            self.batch_changed = True
 
     def admit(self, request: Request) -> int:
         """Returns the slot that the request runs in. There must be a free one."""
@@ -275,13 +296,16 @@ class Scheduler:
     # Prompts.
 
     def next_prefill(self) -> list[int]:
-        """Returns the slots of the next prefill call. The oldest slot that can be prefilled decides
+        """Returns the slots of the next prefill call, of the adapter whose turn it is. The oldest
+        slot that can be prefilled decides
         whether the call is for first or for later chunks, and for which table of pictures if any,
         because these are other programs.
         """
         waiting = self.waiting_for_pages
         candidates = [
-            slot for slot in self.prefilling if slot not in self._waiters and slot not in waiting
+            slot
+            for slot, request in self.prefilling.items()
+            if request.adapter == self.adapter and slot not in self._waiters and slot not in waiting
         ]
         group = [
             slot for slot in candidates if self.running[slot].cached == 0

@@ -54,6 +54,8 @@ NOT_RUN = {
     "rl serve models/smollm2 --slots 8",
     "rl export runs/quickstart out/quickstart",  # test_export_verb.py
     "rl export runs/quickstart out/step100 --step grpo:100 --dtype bfloat16",
+    "pip install 'duet-rl[gguf]'",
+    "rl export runs/first out/first --gguf q8_0",
     "rl export Qwen/Qwen3-0.6B out/qwen --dtype bfloat16",
     "rl view runs/quickstart",  # test_view.py and test_viewer.py run these verbs
     "rl samples runs/quickstart 'step:100-200 reward<0.5' --sort gap",

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 import policy
 from policy.huggingface import reload, sources
+from policy.huggingface.gguf import writer
 from rl.commands import cli
 from rollout.text.tokenizer import load_tokenizer
 
@@ -122,3 +123,54 @@ def test_a_killed_export_leaves_a_folder_that_the_next_one_takes(directory, tmp_
     shutil.copy(directory / "model.safetensors", unfinished)
     assert export(directory, tmp_path / "out") == 0
     assert not unfinished.exists()
+
+
+def test_one_gguf_file_is_written_and_read_like_any_model(directory, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out = tmp_path / "out"
+    assert export(directory, out, "--gguf", "f16") == 0, capsys.readouterr().err
+    file = out / "out-F16.gguf"
+    assert sorted(each.name for each in out.iterdir()) == ["duet_export.json", file.name]
+    before, after = policy.load(directory), policy.load(file)
+    for path, weight in before.params.items():
+        rounded = np.asarray(weight).astype("float16" if weight.ndim > 2 else "float32")
+        assert np.allclose(rounded, np.asarray(after.params[path]), atol=1e-3), path
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\n")
+    capsys.readouterr()
+    options = ["--prompts", prompts, "--max-new-tokens", 4, "--temperature", 0, "--platform", "cpu"]
+    answers = []
+    for model in (directory, file):
+        assert cli.main([*map(str, ["generate", model, *options])]) == 0
+        answers.append(json.loads(capsys.readouterr().out)["tokens"])
+    assert answers[0] == answers[1]
+    again = tmp_path / "again"
+    assert export(file, again, "--dtype", "float32") == 0
+    assert policy.load(again).params.keys() == before.params.keys()
+
+
+def test_a_file_that_changes_on_its_way_to_the_disk_is_refused(
+    directory, tmp_path, capsys, monkeypatch
+):
+    write = writer.write
+
+    def write_and_change(file, model, kind, vocabulary, name):
+        write(file, model, kind, vocabulary, name)
+        with file.open("r+b") as out:
+            out.seek(-8, 2)
+            out.write(b"\x01" * 8)
+
+    monkeypatch.setattr(writer, "write", write_and_change)
+    assert export(directory, tmp_path / "out", "--gguf", "q8_0") == 4
+    assert "is not what was written" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_models_that_gguf_does_not_know_are_refused_before_anything_is_written(tmp_path, capsys):
+    model = tmp_path / "model"
+    policy.save(policy.create("tiny-deepseek", seed=1), model)
+    load_tokenizer("bytes").save_pretrained(model)
+    assert export(model, tmp_path / "out", "--gguf", "f16") == 2
+    text = capsys.readouterr().err
+    assert "not written as GGUF" in text and "qwen3_moe" in text
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]

@@ -11,7 +11,7 @@ from rl.config import files
 from rl.config.run import Change, RunConfig
 from rl.errors import ConfigError, ResourceError
 from rl.records.run_files import EVENTS
-from rl.run.folder import RunFolder
+from rl.run.folder import RunFolder, wait_for_file
 from rl.run.load import load
 from rl.run.resume.continued import folder_state
 from rl.run.signals import StopSignal
@@ -263,3 +263,11 @@ def test_a_run_of_a_version_without_filters_in_the_loss_keeps_its_loss(tmp_path,
     own.mkdir()
     (own / "config.yml").write_text("\n".join(older))  # no run has begun there
     assert load([own / "config.yml"]).stages[0].sampling.filters == "renormalise"
+
+
+def test_a_directory_that_a_process_does_not_see_is_named(tmp_path):
+    """Each process of a run waits for a file of the first one."""
+    (tmp_path / "seen").touch()
+    wait_for_file(tmp_path / "seen")
+    with pytest.raises(ConfigError, match=f"process 0 on .* does not see the {tmp_path} of the"):
+        wait_for_file(tmp_path / "absent", seconds=0.0)

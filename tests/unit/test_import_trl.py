@@ -36,6 +36,7 @@ SWITCHES = {  # a field -> what has to be on before it counts
     "eval_steps": {"eval_strategy": "steps", "dataset_name": "a/b"},
     "dataset_test_split": {"eval_strategy": "steps", "dataset_name": "a/b"},
     "greater_is_better": {"load_best_model_at_end": True},
+    "run_name": {"report_to": ["wandb"]},
 }
 
 

@@ -14,6 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from rl.errors import ConfigError
+from rl.remote import lock as lock_module
 from rl.remote.faults import RemoteError, Retries, is_transient
 from rl.remote.lock import LOCK, LeaseTimes, Lock, LockHeld
 from rl.remote.store import Store
@@ -189,6 +190,21 @@ def test_the_next_start_in_the_same_folder_has_the_lock_at_once(tmp_path):
     again.acquire()
     again.release()
     assert time.monotonic() - began < 300
+
+
+def test_the_lock_of_a_process_that_is_gone_on_this_machine_is_free(tmp_path):
+    """Also in another folder, for instance if the first one was removed."""
+    left = _left_behind(tmp_path / "first", lease_s=600)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    values = json.loads(store().read(LOCK)) | {"process": ended.pid}
+    store().write(LOCK, json.dumps(values | {"machine": "of another start"}).encode())
+    other = Lock(store(), tmp_path / "other", TIMES)
+    assert not other._is_free(lock_module._holder(store().read(LOCK)))
+    store().write(LOCK, json.dumps(values).encode())
+    other.acquire()
+    other.release()
+    left._ended.set()
 
 
 def test_a_lock_of_a_clock_that_is_far_ahead_is_taken_when_nobody_has_renewed_it(tmp_path):

@@ -125,6 +125,7 @@ class Simulation:
 
     def decode_state(self, requests, size, seed):
         assert size in self.geometry.batch_sizes and len(requests) == size
+        assert len({each.adapter for each in requests if each}) <= 1
         return tuple(
             r and Row((*r.prompt, *r.tokens), r.left, r.params.stop_token_ids) for r in requests
         )
@@ -291,7 +292,7 @@ def runner_of(slots, supports_truncation=True, pages=None, decode_steps=3):
 def engine_of(slots, supports_truncation=True, budget=6, pages=None, decode_steps=3):
     weights = {"w": Array()}
     runner = runner_of(slots, supports_truncation, pages, decode_steps)
-    return Engine(runner, lambda: weights, 0, stop_string=None, prefill_budget=budget), weights
+    return Engine(runner, lambda _: weights, 0, stop_string=None, prefill_budget=budget), weights
 
 
 def run_step(engine, queue):
@@ -320,7 +321,11 @@ PROMPTS = [
     (1, 2, 3, 4) * 4,
 ]
 ARRIVAL = st.tuples(
-    st.just("arrive"), st.integers(0, len(PROMPTS) - 1), st.integers(1, 9), st.integers(1, 4)
+    st.just("arrive"),
+    st.integers(0, len(PROMPTS) - 1),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.sampled_from([None, None, "one", "other"]),
 )
 OTHER = st.tuples(
     st.sampled_from(["step", "step", "step", "cancel", "continue", "weights"]),
@@ -358,11 +363,9 @@ def test_every_request_gets_its_own_completion_whatever_else_happens(
         [],
     )
 
-    def arrive(prompt, new, samples=1):
-        made = [
-            Request(prompt, SamplingParams(max_new_tokens=new, stop_token_ids=(STOP,)))
-            for _ in range(samples)
-        ]
+    def arrive(prompt, new, samples=1, adapter=None):
+        params = SamplingParams(max_new_tokens=new, stop_token_ids=(STOP,))
+        made = [Request(prompt, params, adapter=adapter) for _ in range(samples)]
         alive.extend(made)
         queue.add(made)
 
@@ -398,7 +401,7 @@ def test_every_request_gets_its_own_completion_whatever_else_happens(
         assert request.tokens == written(request)
         assert request.finish == ("stop" if request.tokens[-1] == STOP else "length")
         assert len(request.tokens) == len(request.logprobs) == len(request.starts_step)
-        assert request.routes[: request.needed] == request.cacheable, (
+        assert request.routes[: request.needed] == request.span(0, request.needed), (
             "the routes of another request"
         )
     if pages:
@@ -413,6 +416,24 @@ def test_every_request_gets_its_own_completion_whatever_else_happens(
     )
     with pytest.raises(ValueError, match="slots are in use"):
         engine.insert(Request((1,)))
+
+
+def test_adapters_take_turns_and_share_no_entries():
+    engine, _ = engine_of(8)
+    queue = Queue("arrival")
+    adapters = ["one", "one", None, "other", "one", "other"]
+    prompt = PROMPTS[-1]
+    requests = [
+        Request(prompt, SamplingParams(max_new_tokens=30), adapter=each) for each in adapters
+    ]
+    queue.add(requests)
+    turns = []
+    for _ in range(9):
+        run_step(engine, queue)
+        turns.append(engine.scheduler.adapter)
+    assert turns == ["other", "one", None] * 3
+    assert engine.runner.prefilled == 3 * (len(prompt) - 1)
+    assert len({request.cacheable[: len(prompt)] for request in requests}) == 3
 
 
 @pytest.mark.parametrize("budget", [1, 4, 9])

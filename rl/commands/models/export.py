@@ -19,6 +19,7 @@ examples:
   rl export runs/quickstart out/quickstart
   rl export runs/quickstart out/step100 --step grpo:100 --dtype bfloat16
   rl export runs/lora out/merged --merged
+  rl export runs/first out/first --gguf q8_0
 """
 
 
@@ -62,6 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="merged",
         help="of a model with an adapter: the model with the adapter merged into its weights",
     )
+    parser.add_argument(
+        "--gguf",
+        choices=("f16", "q8_0"),
+        help="write one GGUF file, as llama.cpp reads it, with matrices in this type; needs "
+        "`pip install 'duet-rl[gguf]'`",
+    )
     parser.add_argument("--force", action="store_true", help="replace DIR if `rl export` wrote it")
     parser.add_argument(
         "--platform",
@@ -89,6 +96,7 @@ def run(arguments: argparse.Namespace) -> None:
                 step=arguments.step,
                 dtype=arguments.dtype,
                 form=arguments.form,
+                gguf=arguments.gguf,
                 force=arguments.force,
             )
         )

@@ -1,5 +1,5 @@
 """The keys of TRL 1.16 and transformers 5.24 and what becomes of each. Older names, which
-transformers 4 had, are here too."""
+transformers 4 had, and those of the recipes of open-r1 are here too."""
 
 from __future__ import annotations
 
@@ -179,6 +179,10 @@ _SCRIPT: dict[str, Rule] = {
     "pad_to_multiple_of": _PADDING,
     "padding_free": _PADDING,
     "pad_token": _PADDING,
+    "dataset_configs": Joint(),
+    "dataset_prompt_column": Copy("data.columns.prompt"),
+    "system_prompt": Copy(),
+    "chat_template": Refuse("write it to a file: `tokenizer.chat_template`", OFF),
     "env": Leave("set variables of the environment in the shell"),
     "num_processes": Joint(),
     "accelerate_config": _DEVICES,

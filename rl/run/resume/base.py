@@ -32,7 +32,13 @@ HASHES = "base.json"
 """Of a run: hashes of the files of the base, with the sizes and times that they were of."""
 KEY = "base"
 """Of the base in the host.json of a checkpoint."""
-_FILES = ("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json")
+_FILES = (
+    "config.json",
+    "adapter_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.gguf",
+)
 
 
 @dataclass(frozen=True)

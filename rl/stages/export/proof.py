@@ -11,6 +11,7 @@ from rl.stages.export.exportable import Exportable
 
 if TYPE_CHECKING:
     from policy.huggingface.classification import Classifier
+    from policy.huggingface.gguf.writer import GgufType
     from policy.huggingface.reload import Proof
     from policy.model import Model
 
@@ -35,6 +36,14 @@ def check_adapter(exported: Exportable, directory: Path) -> list[Proof]:
     return _run(
         exported, lambda: reload.check_adapter(exported.model, directory, exported.prompts())
     )
+
+
+def check_gguf(exported: Exportable, model: Model, file: Path, kind: GgufType) -> list[Proof]:
+    """Reads a GGUF file and compares its tensors with those of the model that was written to it.
+    Raises ModelError."""
+    from policy.huggingface import reload
+
+    return _run(exported, lambda: reload.check_gguf(model, file, kind, exported.prompts()))
 
 
 def check_classifier(exported: Exportable, written: Classifier, directory: Path) -> list[Proof]:

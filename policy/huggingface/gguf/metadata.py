@@ -1,0 +1,138 @@
+"""The configuration of a model as the metadata of a GGUF file, in both directions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from policy import families
+from policy.config import DecoderConfig
+from policy.huggingface.file_error import ModelFileError
+from policy.huggingface.gguf.architectures import Architecture, of_model_type
+
+_ROPE = "rope.freq_base"
+_ROTATED = "rope.dimension_count"
+_VALUES = "attention.value_length"
+_SCALING = "rope.scaling.type"
+# Keys of config.json that say nothing of what a decoder computes.
+_OTHER = (
+    *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "model_type"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "initializer_range"),
+    *("attention_dropout", "_name_or_path", "id2label", "label2id", "output_router_logits"),
+)
+
+
+def metadata(config: DecoderConfig) -> dict[str, int | float]:
+    """Returns the numbers of a configuration by key of GGUF, after "ARCHITECTURE.".
+
+    Raises ModelFileError for a model type that is not written, and for a decoder of which the
+    numbers do not say all.
+    """
+    hf = families.text_model(json.loads(config.hf))
+    architecture = of_model_type(hf["model_type"])
+    full = _full(hf)
+    result = {key: full[name] for key, name in architecture.keys if full.get(name) is not None}
+    head_dim = full.get("head_dim") or full["hidden_size"] // full["num_attention_heads"]
+    result["attention.key_length"] = head_dim
+    result[_VALUES] = head_dim
+    share = 1.0 if architecture.rotary is None else full.get(architecture.rotary) or 1.0
+    result[_ROTATED] = int(head_dim * share)
+    result[_ROPE] = float(_rope(full).get("rope_theta") or 10000.0)
+    _check(config, architecture, result, full)
+    return result
+
+
+def configuration(
+    architecture: Architecture, numbers: Mapping[str, Any], tensors: Collection[str]
+) -> dict[str, Any]:
+    """Returns the keys of config.json for the metadata of a file, by key after "ARCHITECTURE.".
+
+    tensors: names of the tensors of the file, which say whether the head is the embedding and which
+    products have a bias. Raises ModelFileError for metadata that Duet does not compute.
+    """
+    scaling = numbers.get(_SCALING)
+    if scaling not in (None, "none"):
+        raise ModelFileError(f"{architecture.name}.{_SCALING}: {scaling} is not read from GGUF")
+    hf = {name: numbers[key] for key, name in architecture.keys if key in numbers}
+    hf |= architecture.constants
+    hf["model_type"] = architecture.model_type
+    family = families.find({"model_type": architecture.model_type})
+    hf["architectures"] = [family.ARCHITECTURES[0]]
+    heads = hf["num_attention_heads"]
+    head_dim = hf.get("head_dim") or numbers.get(_ROTATED) or hf["hidden_size"] // heads
+    hf["head_dim"] = head_dim
+    hf.setdefault("num_key_value_heads", heads)
+    hf["rope_theta"] = float(numbers.get(_ROPE, 10000.0))
+    rotated = numbers.get(_ROTATED, head_dim)
+    if architecture.rotary is not None:
+        hf[architecture.rotary] = rotated / head_dim
+    elif rotated != head_dim:
+        raise ModelFileError(
+            f"{architecture.name}.{_ROTATED}: {rotated} of {head_dim} numbers of a head are rotated, "
+            "which is not read from GGUF"
+        )
+    hf["tie_word_embeddings"] = "output.weight" not in tensors
+    if architecture.name == "llama":
+        hf["attention_bias"] = "blk.0.attn_output.bias" in tensors
+        hf["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    if architecture.name == "phi3":
+        hf["original_max_position_embeddings"] = hf["max_position_embeddings"]
+    return hf
+
+
+def _full(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration with the values that transformers gives to absent keys."""
+    from transformers import AutoConfig
+
+    keys = {key: value for key, value in hf.items() if key != "model_type"}
+    config = AutoConfig.for_model(hf["model_type"], **keys)
+    # A class may know a key by another name too.
+    numbers = (name for _, name in of_model_type(hf["model_type"]).keys)
+    both = {*hf, *numbers}
+    return config.to_dict() | {key: getattr(config, key) for key in both if hasattr(config, key)}
+
+
+def _rope(full: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the rotary positions of layers with full attention."""
+    rope = full.get("rope_parameters") or {}
+    return rope.get("full_attention", rope)
+
+
+def _check(
+    config: DecoderConfig,
+    architecture: Architecture,
+    numbers: Mapping[str, Any],
+    full: Mapping[str, Any],
+) -> None:
+    """Raises ModelFileError if a reader of the numbers gets another decoder."""
+    tensors = {
+        name
+        for name, is_there in (
+            ("output.weight", not config.tied_head),
+            ("blk.0.attn_output.bias", full.get("attention_bias")),
+            ("blk.0.ffn_up.bias", full.get("mlp_bias")),
+        )
+        if is_there
+    }
+    read = configuration(architecture, numbers, tensors)
+    if full["model_type"] == "mistral":
+        read["sliding_window"] = None
+    other = families.read(read)
+    described = replace(
+        other, hf=config.hf, family=config.family, initializer_range=config.initializer_range
+    )
+    text = replace(config, multi_token_prediction=None, image=None, audio=None)
+    if described == text:
+        return
+    theirs = _full(read)
+    differing = [
+        f"{key} {full[key]!r}"
+        for key in sorted(full.keys() & theirs.keys() - set(_OTHER))
+        if full[key] != theirs[key]
+    ]
+    raise ModelFileError(
+        f"a GGUF file of the architecture {architecture.name} has no key for "
+        f"{', '.join(differing) or 'a part of this configuration'}"
+    )

@@ -1,0 +1,136 @@
+"""Writes a GGUF file."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from policy import families
+from policy.huggingface.file_error import ModelFileError
+from policy.huggingface.gguf.architectures import (
+    Architecture,
+    heads_of,
+    is_norm,
+    of_model_type,
+    permuted_rows,
+)
+from policy.huggingface.gguf.metadata import metadata
+from policy.huggingface.gguf.names import NameMap
+from policy.huggingface.gguf.package import gguf
+from policy.huggingface.gguf.vocabulary import Vocabulary
+from policy.huggingface.model_directory import MTP, stored_tensors
+from policy.model import Model
+
+GgufType = Literal["f16", "q8_0"]
+BLOCK = 32
+"""Numbers of a row that share a scale in q8_0."""
+_SMALL = ("ffn_gate_inp",)  # routers stay in float32
+_LARGEST = 65504.0  # of float16
+
+
+def write(path: Path, model: Model, kind: GgufType, vocabulary: Vocabulary, name: str) -> None:
+    """Writes weights, configuration and tokenizer of a model to one file.
+
+    kind: the type of matrices whose rows it can cut; norms, biases and routers are float32. name: what
+    programs show. Raises ModelFileError for models that GGUF, or transformers' reader of it, does not
+    know, and for weights that float16 cannot hold.
+    """
+    config = model.config
+    hf = families.text_model(json.loads(config.hf))
+    architecture = of_model_type(hf["model_type"])
+    numbers = metadata(config)
+    package = gguf("--gguf")
+    writer = package.GGUFWriter(path, architecture.name, use_temp_file=True)
+    writer.add_type("model")
+    writer.add_name(name)
+    file_types = package.LlamaFileType
+    writer.add_file_type(file_types.MOSTLY_F16 if kind == "f16" else file_types.MOSTLY_Q8_0)
+    writer.add_quantization_version(package.GGML_QUANT_VERSION)
+    for key, value in numbers.items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{architecture.name}.{key}", value)
+    vocabulary.add_to(writer, config.vocab_size)
+    for tensor, array in gguf_tensors(model):
+        stored = _stored(package, tensor, array, kind)
+        writer.add_tensor(tensor, stored.data, raw_dtype=stored.kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def check(model: Model) -> None:
+    """Raises ModelFileError for a model that `write` does not write."""
+    gguf("--gguf")
+    metadata(model.config)
+
+
+def rounded(name: str, array: np.ndarray, kind: GgufType) -> np.ndarray:
+    """Returns what a file of this type holds of a tensor of GGUF, as float32."""
+    package = gguf("--gguf")
+    stored = _stored(package, name, array, kind)
+    return package.dequantize(stored.data, stored.kind)
+
+
+def gguf_tensors(model: Model) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of a file by name, in float32. Experts are one tensor [experts, O, I]."""
+    hf = families.text_model(json.loads(model.config.hf))
+    architecture = of_model_type(hf["model_type"])
+    names = NameMap(architecture, int(hf["num_hidden_layers"]))
+    count = metadata(model.config).get("expert_count", 0)
+    experts: dict[str, list[np.ndarray]] = defaultdict(list)
+    graph = model.graph
+    text = {path: array for path, array in model.params.items() if not path.startswith(MTP)}
+    for name, array in stored_tensors(graph, text):
+        place = names.of(name)
+        if place is None:
+            raise ModelFileError(f"GGUF of {architecture.name} has no name for the tensor {name}")
+        numbers = np.asarray(array, np.float32)
+        if place.expert is None:
+            yield place.tensor, _changed(architecture, place.tensor, numbers, hf)
+            continue
+        together = experts[place.tensor]
+        together.append(numbers)
+        if len(together) == count:
+            yield place.tensor, np.stack(experts.pop(place.tensor))
+
+
+def _changed(
+    architecture: Architecture, name: str, array: np.ndarray, hf: Mapping[str, Any]
+) -> np.ndarray:
+    """Returns a tensor in the form of GGUF."""
+    if is_norm(name):
+        return array + np.float32(architecture.offset)
+    if name.endswith("ffn_gate_inp_shexp.weight"):
+        return array[0]
+    heads = heads_of(architecture, name, hf)
+    return array if heads is None else array[permuted_rows(len(array), heads)]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The bytes of a tensor, and their type (GGMLQuantizationType)."""
+
+    data: np.ndarray
+    kind: Any
+
+
+def _stored(package: Any, name: str, array: np.ndarray, kind: GgufType) -> _Stored:
+    """Returns a tensor in its type. Raises ModelFileError for a number that float16 cannot hold."""
+    types = package.GGMLQuantizationType
+    array = np.ascontiguousarray(array, np.float32)
+    if array.ndim < 2 or any(part in name for part in _SMALL):
+        return _Stored(array, types.F32)
+    if kind == "q8_0" and array.shape[-1] % BLOCK == 0:
+        return _Stored(package.quantize(array, types.Q8_0), types.Q8_0)
+    if np.abs(array).max(initial=0) > _LARGEST:
+        raise ModelFileError(
+            f"{name}: a weight is larger than {_LARGEST:g}, the largest number of float16"
+        )
+    return _Stored(array.astype(np.float16), types.F16)

@@ -1,0 +1,287 @@
+"""GGUF files of tiny random models: transformers reads what Duet wrote, and Duet what it wrote."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+import policy
+from policy import families
+from policy.huggingface import reload
+from policy.huggingface.file_error import ModelFileError
+from policy.huggingface.gguf import metadata, vocabulary, writer
+from policy.huggingface.gguf.directory import directory_of
+from policy.huggingface.gguf.tensors import opened
+from rollout.text.tokenizer import load_tokenizer, stop_ids
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """Keeps what is derived from files out of the cache of the user."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+SMALL = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+# Sizes that transformers' reader does not take from a file have their defaults.
+KINDS = {
+    "llama": {},
+    "llama-tied-theta": {"tie_word_embeddings": True, "rope_theta": 5e5},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen2-tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "qwen3": {"head_dim": 128},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "head_dim": 32,
+    },
+    "gemma2": {"head_dim": 32, "tie_word_embeddings": True, "sliding_window": 8},
+    "gemma3_text": {"head_dim": 32, "tie_word_embeddings": True, "sliding_window": 8},
+    "phi3": {},
+}
+PROMPT = [[5, 9, 33, 70, 12, 200]]
+
+
+def model_of(kind, directory):
+    """A random model of transformers in `directory`, with weights that float16 holds."""
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(kind.split("-")[0], **SMALL | KINDS[kind])
+    model = AutoModelForCausalLM.from_config(config)
+    for name, weight in model.named_parameters():
+        size = 0.3 if weight.ndim > 1 else 0.2
+        center = 1.0 if "norm" in name and "gemma" not in kind else 0.0
+        weight.data = (center + size * torch.randn_like(weight)).half().float()
+    model.tie_weights()
+    model.save_pretrained(directory)
+    return model.eval()
+
+
+def fields():
+    tokenizer: Any = load_tokenizer("bytes")
+    special = {
+        f"{name}_token": getattr(tokenizer, f"{name}_token") for name in ("bos", "eos", "pad")
+    }
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    return vocabulary.of_tokenizer(content, special, [2], "{{ messages[0]['content'] }}")
+
+
+def greedy(model):
+    with torch.no_grad():
+        return model.generate(
+            torch.tensor(PROMPT), max_new_tokens=8, do_sample=False, eos_token_id=None
+        ).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_reads_what_is_written(kind, tmp_path):
+    reference = model_of(kind, tmp_path / "model")
+    model = policy.load(tmp_path / "model")
+    file = tmp_path / "x.gguf"
+    writer.write(file, model, "f16", fields(), "x")
+    read = AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        gguf_file=file.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+    ).eval()
+    with torch.no_grad():
+        before, after = reference(torch.tensor(PROMPT)).logits, read(torch.tensor(PROMPT)).logits
+    assert torch.allclose(before, after, atol=2e-4), float((before - after).abs().max())
+    assert greedy(reference) == greedy(read)
+    # and so does Duet, to the bit
+    again = policy.load(file)
+    assert again.params.keys() == model.params.keys()
+    for path, weight in model.params.items():
+        assert np.allclose(np.asarray(weight), np.asarray(again.params[path]), atol=1e-7), path
+    assert reload.check_gguf(model, file, "f16", PROMPT).difference < 1e-4
+
+
+TEXTS = (
+    "Hello world, it's 12345 o'clock!",
+    "def f(x):\n    return x ** 2\n\n\n# caf\u00e9 \u6625\u7720",
+    "<|user|>hi<|end|>  two  spaces",
+    "x",
+)
+CORPUS = [text * 3 for text in TEXTS] + ["the cat sat on the mat " * 5, "return 12 123 it's"]
+
+
+def trained(pre):
+    """A tokenizer whose merges were trained on CORPUS, with this pre-tokenizer; None: one with byte
+    fallback, as sentencepiece makes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    special = ["<unk>", "<s>", "</s>", "<|user|>", "<|end|>"]
+    if pre is None:
+        tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+        tokenizer.decoder = decoders.Sequence(
+            [
+                decoders.Replace("\u2581", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        )
+        special += [f"<0x{number:02X}>" for number in range(256)]
+        trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special)
+        tokenizer.train_from_iterator(CORPUS, trainer)
+        content = json.loads(tokenizer.to_str())
+        # as in files of Llama: bytes are no added tokens
+        content["added_tokens"] = content["added_tokens"][:5]
+        return content
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    content = json.loads(tokenizer.to_str())
+    content["pre_tokenizer"] = vocabulary.PRE_TOKENIZERS[pre]
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return json.loads(tokenizer.to_str())
+
+
+@pytest.mark.parametrize("pre", [*vocabulary.PRE_TOKENIZERS, None])
+def test_tokenizers_come_back(pre, tmp_path):
+    from tokenizers import Tokenizer
+
+    content = trained(pre)
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    written = vocabulary.of_tokenizer(content, special, [2, 4], "{{ 1 }}")
+    small = SMALL | {"model_type": "llama", "vocab_size": 410, "head_dim": 16}
+    model = policy.create(families.read(small))
+    file = tmp_path / "x.gguf"
+    writer.write(file, model, "q8_0", written, "x")
+    original = Tokenizer.from_str(json.dumps(content))
+    directory = directory_of(file, tmp_path / "cache")
+    ours = load_tokenizer(directory)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    for text in TEXTS:
+        ids = original.encode(text).ids
+        assert ours.encode(text) == ids, text
+        assert ours.decode(ids) == original.decode(ids, skip_special_tokens=False)
+        # transformers cuts digits as gpt-2 does, and puts no space after a special token
+        if pre != "smollm" and not (pre is None and "<|" in text):
+            assert theirs.encode(text, add_special_tokens=False) == ids, text
+    assert ours.chat_template == theirs.chat_template == "{{ 1 }}"
+    assert stop_ids(ours, directory) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"model_type": "mixtral"}, "model type mixtral: not written as GGUF.*gemma2.*qwen3_moe"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"model_type": "mistral", "sliding_window": 8}, "sliding_window 8"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 100}, "query_pre_attn_scalar 100"),
+    ],
+)
+def test_what_a_file_cannot_say_is_refused(keys, message):
+    hf = {**SMALL, "model_type": "llama", "head_dim": 16, **keys}
+    with pytest.raises(ModelFileError, match=message):
+        metadata.metadata(families.read(hf))
+
+
+def test_tokenizers_of_another_kind_are_refused():
+    content = trained("gpt-2")
+    content["pre_tokenizer"] = {"type": "Whitespace"}
+    with pytest.raises(ModelFileError, match="pre-tokenizer"):
+        vocabulary.of_tokenizer(content, {}, [], None)
+    content["model"]["type"] = "WordLevel"
+    with pytest.raises(ModelFileError, match="WordLevel"):
+        vocabulary.of_tokenizer(content, {}, [], None)
+
+
+def test_eight_bits_are_those_of_the_package_and_large_weights_are_refused(tmp_path):
+    model_of("qwen2", tmp_path / "model")
+    model = policy.load(tmp_path / "model")
+    file = tmp_path / "x.gguf"
+    writer.write(file, model, "q8_0", fields(), "x")
+    assert 1e-5 < reload.check_gguf(model, file, "q8_0", PROMPT).difference < 2
+    before, after = model.params, policy.load(file).params
+    for path, weight in before.items():
+        error = np.abs(np.asarray(weight) - np.asarray(after[path])).max()
+        assert error <= np.abs(np.asarray(weight)).max() / 127 * 0.51, path
+    assert {t.tensor_type.name for t in opened(file).tensors.values()} == {"F32", "Q8_0"}
+    with pytest.raises(reload.NotReloaded, match="is not what was written"):
+        moved = {path: weight * 1.01 for path, weight in before.items()}
+        reload.check_gguf(policy.Model(model.graph, moved), file, "q8_0", PROMPT)
+    large = {path: weight * 1e6 for path, weight in before.items()}
+    with pytest.raises(ModelFileError, match="largest number of float16"):
+        writer.write(file, policy.Model(model.graph, large), "f16", fields(), "x")
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_other_types_are_read_as_transformers_does(kind, tmp_path):
+    import gguf
+
+    model_of("llama", tmp_path / "model")
+    model = policy.load(tmp_path / "model")
+    file = tmp_path / "x.gguf"
+    writer.write(file, model, "f16", fields(), "x")
+    source = gguf.GGUFReader(file)
+    number = gguf.GGMLQuantizationType[kind]
+    target = gguf.GGUFWriter(tmp_path / "y.gguf", "llama")
+    for name, field in source.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            sub = field.types[-1] if len(field.types) > 1 else None
+            target.add_key_value(name, field.contents(), field.types[0], sub_type=sub)
+    for tensor in source.tensors:
+        floats = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if floats.ndim == 1:
+            target.add_tensor(tensor.name, floats)
+        else:
+            target.add_tensor(tensor.name, gguf.quantize(floats, number), raw_dtype=number)
+    target.write_header_to_file()
+    target.write_kv_data_to_file()
+    target.write_tensors_to_file()
+    target.close()
+    plain = GgufConfig(dequantize=True)
+    AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="y.gguf", quantization_config=plain, dtype=torch.float32
+    ).save_pretrained(tmp_path / "theirs")
+    ours, theirs = policy.load(tmp_path / "y.gguf"), policy.load(tmp_path / "theirs")
+    for path, weight in theirs.params.items():
+        assert np.array_equal(np.asarray(weight), np.asarray(ours.params[path])), path
+
+
+def test_damaged_files_and_other_architectures_are_refused(tmp_path):
+    import gguf
+
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"GGUF" + bytes(30))
+    with pytest.raises(ModelFileError, match="not a complete GGUF file"):
+        policy.load(file)
+    other = gguf.GGUFWriter(file, "mamba")
+    other.write_header_to_file()
+    other.write_kv_data_to_file()
+    other.write_tensors_to_file()
+    other.close()
+    with pytest.raises(ModelFileError, match="architecture mamba; Duet reads gemma2"):
+        policy.load(file)
