@@ -14,22 +14,24 @@ _DOCKERFILE = """\
 FROM python:3.12-slim
 {environment}WORKDIR /work
 COPY {files}/*.whl /tmp/wheel/
-RUN pip install --no-cache-dir "$(echo /tmp/wheel/*.whl)[{extras}]"{packages} && rm -r /tmp/wheel
+RUN pip install --no-cache-dir "$(echo /tmp/wheel/*.whl){extras}"{packages} && rm -r /tmp/wheel
 COPY {files}/ ./
 """
 _OF_SCHEME = {"s3": "s3fs", "abfs": "adlfs", "az": "adlfs"}
-_WHAT = {"tpu": "TPUs", "gpu": "GPUs (jax brings CUDA; the host has the driver)"}
+_WHAT = {"tpu": "TPUs", "gpu": "GPUs (jax brings CUDA; the host has the driver)", "cpu": "CPUs"}
 _ENVIRONMENT = {
     "tpu": "ENV PYTHONUNBUFFERED=1\n",
+    "cpu": "ENV PYTHONUNBUFFERED=1\n",
     "gpu": "ENV PYTHONUNBUFFERED=1 NVIDIA_VISIBLE_DEVICES=all "
     "NVIDIA_DRIVER_CAPABILITIES=compute,utility\n",
 }
 
 
 def extras(job: Job) -> str:
-    """Returns the extras of the wheel that the run needs."""
-    platform = {"tpu": "tpu", "gpu": "cuda"}[job.machines.platform]
-    return ",".join([platform, *job.extras])
+    """Returns the extras of the wheel that the run needs, in brackets."""
+    platform = {"tpu": ["tpu"], "gpu": ["cuda"], "cpu": []}[job.machines.platform]
+    names = [*platform, *job.extras]
+    return f"[{','.join(names)}]" if names else ""
 
 
 def packages(job: Job) -> str:

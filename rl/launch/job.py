@@ -49,8 +49,8 @@ class Secret:
         ):
             raise ConfigError(
                 f"--secret {variable}=...: this is no name of a secret (lower-case letters, "
-                "digits, `-` and `.`). Give the name of the secret that holds the value, never the value; "
-                "files would show it"
+                "digits, `-` and `.`). Give the name of the secret that holds the value, never the "
+                "value; files would show it"
             )
         return cls(variable, secret or None, key or variable)
 

@@ -6,12 +6,13 @@ from typing import Any
 
 from rl.errors import ConfigError
 from rl.launch.containers import dockerfile, image_commands, image_remarks
-from rl.launch.job import FAILING_CODES, PORT, RUNS, Job, Launched
+from rl.launch.job import FAILING_CODES, PORT, RUNS, Job, Launched, Secret
 from rl.launch.yaml_text import dump
 
 FILE = "jobset.yaml"
 _CONTAINER = "duet"
 _WORKERS = "workers"
+_OPTIONAL = ("HF_TOKEN", "WANDB_API_KEY")
 _HEADER = """\
 # Made by `rl launch jobset`. Exit codes {codes} of a pod fail the JobSet, since a new start would
 # fail in the same way; after any other failure, and after a node is lost, all pods start again and
@@ -120,14 +121,16 @@ def _pod(job: Job) -> dict[str, Any]:
         "hostNetwork": True,
         "dnsPolicy": "ClusterFirstWithHostNet",
         "terminationGracePeriodSeconds": job.grace,
-        "nodeSelector": _selector(job),
-        "tolerations": _tolerations(job),
         "containers": [_container(job)],
         "volumes": [
             {"name": "runs", "emptyDir": {}},
             {"name": "memory", "emptyDir": {"medium": "Memory"}},
         ],
     }
+    if selector := _selector(job):
+        pod["nodeSelector"] = selector
+    if tolerations := _tolerations(job):
+        pod["tolerations"] = tolerations
     if job.places.service_account:
         pod["serviceAccountName"] = job.places.service_account
     return pod
@@ -135,12 +138,13 @@ def _pod(job: Job) -> dict[str, Any]:
 
 def _selector(job: Job) -> dict[str, str]:
     machines = job.machines
+    selector = {}
     if machines.platform == "tpu":
         selector = {
             "cloud.google.com/gke-tpu-accelerator": machines.tpu.gke,
             "cloud.google.com/gke-tpu-topology": machines.shape,
         }
-    else:
+    elif machines.platform == "gpu":
         selector = {"cloud.google.com/gke-accelerator": str(machines.gpu.gke)}
     if job.spot:
         selector["cloud.google.com/gke-spot"] = "true"
@@ -152,8 +156,10 @@ def _selector(job: Job) -> dict[str, str]:
 
 
 def _tolerations(job: Job) -> list[dict[str, str]]:
-    resource = _resource(job)
-    tolerations = [{"key": resource, "operator": "Exists", "effect": "NoSchedule"}]
+    tolerations = []
+    if job.machines.platform != "cpu":
+        taint = {"key": _resource(job), "operator": "Exists", "effect": "NoSchedule"}
+        tolerations.append(taint)
     if job.spot:
         tolerations.append(
             {
@@ -167,7 +173,8 @@ def _tolerations(job: Job) -> list[dict[str, str]]:
 
 
 def _resource(job: Job) -> str:
-    return "google.com/tpu" if job.machines.platform == "tpu" else "nvidia.com/gpu"
+    names = {"tpu": "google.com/tpu", "gpu": "nvidia.com/gpu", "cpu": "cpu"}
+    return names[job.machines.platform]
 
 
 def _container(job: Job) -> dict[str, Any]:
@@ -177,6 +184,7 @@ def _container(job: Job) -> dict[str, Any]:
         "name": _CONTAINER,
         "image": job.tag,
         "command": [*job.train(), *_joined(job)],
+        "env": _variables(job),
         "ports": [{"containerPort": PORT}],
         "resources": {"requests": chips, "limits": chips},
         "volumeMounts": [
@@ -184,19 +192,25 @@ def _container(job: Job) -> dict[str, Any]:
             {"name": "memory", "mountPath": "/dev/shm"},
         ],
     }
-    if job.secrets:
-        container["env"] = [
-            {
-                "name": each.variable,
-                "valueFrom": {"secretKeyRef": {"name": each.kubernetes, "key": each.key}},
-            }
-            for each in job.secrets
-        ]
     if machines.platform == "tpu":
         # Chips talk over 8471 within a slice, and slices over 8080.
         container["ports"] += [{"containerPort": 8471}, {"containerPort": 8080}]
         container["securityContext"] = {"privileged": True}
     return container
+
+
+def _variables(job: Job) -> list[dict[str, Any]]:
+    """Returns the variables of the job's secrets. Without any, those of the hub and of Weights &
+    Biases are set where the cluster has them."""
+    secrets = job.secrets or [Secret.read(name) for name in _OPTIONAL]
+    optional = {} if job.secrets else {"optional": True}
+    return [
+        {
+            "name": each.variable,
+            "valueFrom": {"secretKeyRef": {"name": each.kubernetes, "key": each.key, **optional}},
+        }
+        for each in secrets
+    ]
 
 
 def _joined(job: Job) -> list[str]:

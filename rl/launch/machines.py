@@ -20,7 +20,7 @@ from rl.errors import ConfigError
 
 HOW = (
     "give KIND:AxB or KIND:AxBxC (v5e:4x4, v6e:2x4, v4:2x2x2, v5p:4x8x8, tpu7x:2x2x1), "
-    "2xKIND:... for two slices, h100:8 for a host with 8 GPUs, or 4xh100:8 for four hosts"
+    "2xKIND:... for two slices, h100:8 for a host with 8 GPUs, 4xh100:8 for four hosts, or cpu:8"
 )
 
 _SIDE = 64
@@ -107,12 +107,12 @@ GPUS = {
 class Machines:
     """The machines of a run.
 
-    name: as the user gave it. hosts: of a slice; GPUs are in one slice. chips: of a host, TPU chips
-    or GPUs. shape: topology of a slice, as the clouds write it; "" for GPUs.
+    name: as the user gave it. hosts: of a slice; without TPUs there is one slice. chips: of a host,
+    TPU chips, GPUs or cores. shape: topology of a slice, as the clouds write it; "" without TPUs.
     """
 
     name: str
-    platform: Literal["tpu", "gpu"]
+    platform: Literal["tpu", "gpu", "cpu"]
     kind: str
     slices: int
     hosts: int
@@ -128,10 +128,9 @@ class Machines:
         """
         match = re.fullmatch(r"(?:([1-9]\d*)x)?([a-z][\w-]*):([1-9]\d*(?:x[1-9]\d*)*)", name)
         kind = match[2] if match else name.partition(":")[0]
-        if kind not in TPUS and kind not in GPUS:
-            raise ConfigError(
-                f"--topology {name}: no {kind} here{nearest(kind, [*TPUS, *GPUS])}; {HOW}"
-            )
+        known = [*TPUS, *GPUS, "cpu"]
+        if kind not in known:
+            raise ConfigError(f"--topology {name}: no {kind} here{nearest(kind, known)}; {HOW}")
         if match is None:
             raise ConfigError(f"--topology {name}: no such topology; {HOW}")
         count = int(match[1] or 1)
@@ -141,13 +140,15 @@ class Machines:
             chips = _chips_of_host(name, kind, shape, chips_per_host)
             hosts = math.prod(shape) // chips
             return cls(name, "tpu", kind, count, hosts, chips, _text(shape))
-        if len(numbers) > 1 or numbers[0] > 16:
+        what, most = ("cores", 1024) if kind == "cpu" else ("GPUs", 16)
+        if len(numbers) > 1 or numbers[0] > most:
             raise ConfigError(
-                f"--topology {name}: a host has 1 to 16 GPUs; {kind}:8 is one host, 2x{kind}:8 two"
+                f"--topology {name}: a host has 1 to {most} {what}; {kind}:8 is one host, "
+                f"2x{kind}:8 two"
             )
         if chips_per_host not in (None, numbers[0]):
             raise ConfigError(f"--chips-per-host {chips_per_host}: {name} says {numbers[0]}")
-        return cls(name, "gpu", kind, 1, count, numbers[0])
+        return cls(name, "cpu" if kind == "cpu" else "gpu", kind, 1, count, numbers[0])
 
     @property
     def all_hosts(self) -> int:
@@ -156,6 +157,8 @@ class Machines:
     @property
     def devices(self) -> int:
         """Devices of jax in a slice."""
+        if self.platform == "cpu":
+            return self.hosts
         return self.hosts * self.chips * (self.tpu.devices if self.platform == "tpu" else 1)
 
     @property
@@ -184,7 +187,7 @@ class Machines:
 
     def described(self) -> str:
         """Returns the machines as text: `2 slices of 4 hosts with 4 chips`."""
-        what = "chips" if self.platform == "tpu" else "GPUs"
+        what = {"tpu": "chips", "gpu": "GPUs", "cpu": "cores"}[self.platform]
         hosts = f"{self.hosts} host{'s' * (self.hosts > 1)} with {self.chips} {what}"
         return f"{self.slices} slices of {hosts}" if self.slices > 1 else hosts
 

@@ -21,7 +21,7 @@ _SETUP = """\
 export PATH="$HOME/.local/bin:$PATH"
 command -v uv > /dev/null || curl -LsSf https://astral.sh/uv/install.sh | sh
 uv venv --allow-existing --python 3.12 ~/duet
-uv pip install --python ~/duet/bin/python "$(echo *.whl)[{extras}]"{packages}
+uv pip install --python ~/duet/bin/python "$(echo *.whl){extras}"{packages}
 """
 
 
@@ -31,6 +31,8 @@ def launched(job: Job) -> Launched:
     refused = None
     if machines.platform == "gpu":
         refused = "SkyPilot needs the type of the GPUs" if machines.gpu.sky is None else None
+    elif machines.platform == "cpu":
+        pass
     elif machines.tpu.runtime is None:
         refused = f"{machines.kind} comes with GKE only; use rl launch jobset or xpk"
     elif machines.slices > 1:
@@ -61,7 +63,7 @@ def launched(job: Job) -> Launched:
 def _task(job: Job) -> dict[str, Any]:
     task: dict[str, Any] = {
         "name": job.name,
-        "num_nodes": job.machines.hosts if job.machines.platform == "gpu" else 1,
+        "num_nodes": 1 if job.machines.platform == "tpu" else job.machines.hosts,
         "workdir": FILES,
         "resources": _resources(job),
     }
@@ -86,7 +88,9 @@ def _resources(job: Job) -> dict[str, Any]:
             "accelerator_args": {"tpu_vm": True, "runtime_version": machines.tpu.runtime},
         }
     else:
-        resources = {"accelerators": {str(machines.gpu.sky): machines.chips}}
+        resources = {"cpus": f"{machines.chips}+"}
+        if machines.platform == "gpu":
+            resources = {"accelerators": {str(machines.gpu.sky): machines.chips}}
         if job.reservation is not None:
             resources = {"infra": _infra(job), **resources}
         if job.image is not None:
@@ -109,7 +113,7 @@ def _run(job: Job) -> str:
     text = shlex.join(words).replace("RUNS/", '"$HOME"/runs/')
     if job.machines.all_hosts == 1:
         text += " --processes 1"
-    elif job.machines.platform == "gpu":
+    elif job.machines.platform != "tpu":
         text += (
             ' --processes "$SKYPILOT_NUM_NODES" --process "$SKYPILOT_NODE_RANK"'
             f' --coordinator "$(head -n 1 <<< "$SKYPILOT_NODE_IPS"):{PORT}"'

@@ -7,6 +7,7 @@ import shlex
 from rl.errors import ConfigError
 from rl.launch.containers import FILES, dockerfile, image_commands
 from rl.launch.job import FAILING_CODES, PORT, RUN_FILE, Job, Launched
+from rl.launch.machines import Machines
 from rl.launch.shell import AGAIN, lines, quoted
 
 FILE = "run.sbatch"
@@ -55,7 +56,7 @@ exit "$code"
 
 def launched(job: Job) -> Launched:
     """Returns the batch script. Raises ConfigError for TPUs and what SLURM has no word for."""
-    if job.machines.platform != "gpu":
+    if job.machines.platform == "tpu":
         raise ConfigError(
             f"--topology {job.machines.name}: `rl launch slurm` is for GPUs, as 2xh100:8; for "
             "TPUs: jobset, xpk, tpu-vm or sky"
@@ -98,12 +99,11 @@ def launched(job: Job) -> Launched:
 
 def _options(job: Job) -> list[str]:
     machines, places = job.machines, job.places
-    kind = f"{machines.gpu.slurm}:" if machines.gpu.slurm else ""
     options = [
         f"--job-name={job.name}",
         f"--nodes={machines.hosts}",
         "--ntasks-per-node=1",
-        f"--gpus-per-node={kind}{machines.chips}",
+        _chips(machines),
         f"--output={job.name}-%j.log",
         "--open-mode=append",
         "--requeue",
@@ -116,6 +116,13 @@ def _options(job: Job) -> list[str]:
         "reservation": job.reservation,
     }
     return options + [f"--{name}={value}" for name, value in named.items() if value is not None]
+
+
+def _chips(machines: Machines) -> str:
+    if machines.platform == "cpu":
+        return f"--cpus-per-task={machines.chips}"
+    kind = f"{machines.gpu.slurm}:" if machines.gpu.slurm else ""
+    return f"--gpus-per-node={kind}{machines.chips}"
 
 
 def _srun(job: Job) -> list[str]:

@@ -14,9 +14,10 @@ WORKER = "worker.sh"
 _SCRIPT = """\
 #!/bin/bash
 # Made by `rl launch tpu-vm`. Creates the TPU VMs, runs {worker} on each host, and creates them
-# again when they were taken away. Exit codes 1 to 6 of the run end it; the script then ends with the code
-# of the run. Run it where it can go on, for example in tmux; if it is cut off, start it again: the
-# containers go on, and it follows them. It never deletes TPU VMs that run; you pay until you type
+# again when they were taken away. Exit codes 1 to 6 of the run end it; the script then ends with
+# the code of the run. Run it where it can go on, for example in tmux; if it is cut off, start it
+# again: the containers go on, and it follows them. It never deletes TPU VMs that run; you pay until
+# you type
 #   gcloud compute tpus queued-resources delete {name} --force --project=... --zone=...
 set -uo pipefail
 cd "$(dirname "$0")"
@@ -25,7 +26,7 @@ project={project}
 zone={zone}
 nodes=({nodes})
 
-tpus() {{ {gcloud} compute tpus "$@" --project="$project" --zone="$zone"; }}
+tpus() {{ gcloud compute tpus "$@" --project="$project" --zone="$zone"; }}
 state() {{ tpus queued-resources describe {name} --format='value(state.state)' 2> /dev/null; }}
 create() {{
     {create}
@@ -113,7 +114,6 @@ def launched(job: Job) -> Launched:
         worker=WORKER,
         project=required("PROJECT", places.project, "my-project"),
         zone=required("ZONE", places.zone, "us-east5-a"),
-        gcloud="gcloud alpha" if job.reservation else "gcloud",  # which alone has --reservation
         nodes=" ".join(nodes),
         create=lines(_create(job), indent=" " * 8),
         restarts=job.max_restarts,
@@ -142,7 +142,8 @@ def launched(job: Job) -> Launched:
 
 def _create(job: Job) -> list[str]:
     machines = job.machines
-    words = [f"tpus queued-resources create {job.name}"]
+    # Only the alpha track has --reservation.
+    words = [f"{_gcloud(job)} compute tpus queued-resources create {job.name}"]
     if machines.slices > 1:
         words += [f"--node-count={machines.slices}", f"--node-prefix={job.name}"]
     else:
@@ -158,7 +159,11 @@ def _create(job: Job) -> list[str]:
         words.append("--spot")
     if job.reservation is not None:
         words.append(f"--reservation={quoted(job.reservation)}")
-    return words
+    return [*words, '--project="$project"', '--zone="$zone"']
+
+
+def _gcloud(job: Job) -> str:
+    return "gcloud alpha" if job.reservation else "gcloud"
 
 
 def _secret(secret: Secret) -> str:

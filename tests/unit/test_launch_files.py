@@ -133,6 +133,39 @@ def test_a_jobset_of_gpus_names_process_and_coordinator(tmp_path, jobset_schema)
     }
 
 
+@pytest.mark.parametrize("topology", ["cpu:4", "2xcpu:4"])
+def test_hosts_without_chips_are_for_trials(topology, tmp_path, jobset_schema):
+    hosts = 2 if topology.startswith("2x") else 1
+    for kind in ("jobset", "slurm", "sky"):
+        assert launch(kind, topology, tmp_path / kind) == 0
+        text = (tmp_path / kind / "files" / "run.yml").read_text()
+        assert yaml.safe_load(text)["platform"] == "cpu"
+    document = jobset(tmp_path / "jobset")
+    jobset_schema.validate(document)
+    assert pod(document)["containers"][0]["resources"]["limits"] == {"cpu": "4"}
+    assert "nodeSelector" not in pod(document)
+    assert '*.whl)" && rm' in (tmp_path / "jobset" / "Dockerfile.cpu").read_text()
+    assert "--cpus-per-task=4\n" in (tmp_path / "slurm" / "run.sbatch").read_text()
+    task = sky(tmp_path / "sky")
+    check_sky(task, json.loads((SCHEMAS / "sky.schema.json").read_text()))
+    assert (task["num_nodes"], task["resources"]["cpus"]) == (hosts, "4+")
+    for kind in ("xpk", "tpu-vm"):
+        assert launch(kind, topology, tmp_path / kind) == 2
+
+
+def test_without_a_secret_those_that_the_cluster_has_are_used(tmp_path, jobset_schema):
+    assert launch("jobset", "v6e:4x4", tmp_path) == 0
+    document = jobset(tmp_path)
+    jobset_schema.validate(document)
+    references = [
+        each["valueFrom"]["secretKeyRef"] for each in pod(document)["containers"][0]["env"]
+    ]
+    assert references == [
+        {"name": "duet-secrets", "key": name, "optional": True}
+        for name in ("HF_TOKEN", "WANDB_API_KEY")
+    ]
+
+
 def test_secrets_are_names_and_spot_machines_are_selected(tmp_path, jobset_schema):
     secrets = ["--secret", "HF_TOKEN", "--secret", "WANDB_API_KEY=keys:wandb", "--spot"]
     assert launch("jobset", "v5e:4x4", tmp_path, *secrets) == 0
@@ -506,7 +539,7 @@ def test_several_slices_of_tpu_vms_are_nodes_of_one_resource(tmp_path):
     _, calls = run_tpu_vm(tmp_path, ["", "ACTIVE"], [[0], [0]])
     (created,) = [call for call in calls if "queued-resources create" in call]
     assert "--node-count=2 --node-prefix=quickstart --type=v5p --topology=4x4x16" in created
-    assert created.startswith("alpha ") and "--reservation=r" in created
+    assert created.startswith("alpha compute tpus") and "--reservation=r" in created
     assert [call for call in calls if "scp worker.sh quickstart-1:" in call]
 
 
