@@ -14,6 +14,7 @@ import uvicorn
 
 import policy
 from policy.huggingface import sources
+from rl.data.media import processors_of
 from rl.serve.app import application
 from rl.serve.service import ServerLimits, Service
 from rollout import Generator, GeneratorOptions
@@ -69,19 +70,25 @@ class Served:
 
 @contextlib.contextmanager
 def serving(
-    directory: Path, limits: ServerLimits = ServerLimits(), max_length: int = 128, **options
+    directory: Path,
+    limits: ServerLimits = ServerLimits(),
+    max_length: int = 128,
+    media: bool = False,
+    **options,
 ):
-    """Serves a model at a free port while the block lasts."""
+    """Serves a model at a free port while the block lasts. media: with its towers."""
     tokenizer = load_tokenizer(directory)
+    processors = processors_of(directory, tokenizer) if media else None
     settings = {"tokens_per_dispatch": 4, "prefill_chunk": 64, "batch_sizes": (1,)} | options
     generator = Generator(
-        policy.load(directory),
+        policy.load(directory, media=media),
         max_length=max_length,
         slots=4,
         tokenizer=tokenizer,
         options=GeneratorOptions(queue="arrival", **settings),
     )
-    service = Service(generator, tokenizer, "tiny", (tokenizer.eos_token_id,), limits)
+    stops = (tokenizer.eos_token_id,)
+    service = Service(generator, tokenizer, "tiny", stops, limits, processors)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     config = uvicorn.Config(

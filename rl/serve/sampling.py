@@ -168,7 +168,7 @@ class SamplingFields(Body):
         if self.min_tokens > max_tokens:
             raise invalid("min_tokens", f"{self.min_tokens} is more than {max_tokens} tokens")
         stop_ids = tuple(dict.fromkeys((*bounds.stop_token_ids, *self.stop_token_ids)))
-        _check_tokens("stop_token_ids", self.stop_token_ids, bounds.vocab_size)
+        check_tokens("stop_token_ids", self.stop_token_ids, bounds.vocab_size)
         biases = self._biases(bounds.vocab_size)
         try:
             return SamplingParams(
@@ -193,11 +193,11 @@ class SamplingFields(Body):
 
     def _biases(self, vocab_size: int) -> Mapping[int, float]:
         biases = {int(token): bias for token, bias in self.logit_bias.items()}
-        _check_tokens("logit_bias", biases, vocab_size)
+        check_tokens("logit_bias", biases, vocab_size)
         return biases
 
 
-def _check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
+def check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
     """Raises ApiError for ids that the vocabulary does not have."""
     for token in tokens:
         if not 0 <= token < vocab_size:

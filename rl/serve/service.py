@@ -18,10 +18,13 @@ from rl.serve.engine_thread import EngineThread, Job, NewTokens
 from rl.serve.errors import ApiError, invalid
 from rl.serve.logprobs import TokenSpelling
 from rl.serve.metrics import RequestTimes, ServerMetrics
+from rl.serve.pictures import Pictures
 from rl.serve.sampling import Bounds
 from rl.serve.texts import TextStream
 from rollout import Generator
 from rollout.generator import EncodedPrompt
+from rollout.media.expand import Expanded
+from rollout.media.processors import Processors
 from rollout.text.interface import Tokenizer
 from rollout.types import SamplingParams, TokenScores
 
@@ -79,7 +82,9 @@ class Service:
         name: str,
         stop_token_ids: tuple[int, ...],
         limits: ServerLimits = ServerLimits(),
+        processors: Processors | None = None,
     ):
+        """processors: what reads pictures for the model; None: it reads texts only."""
         self.name = name
         self.limits = limits
         self.created = int(time.time())
@@ -88,6 +93,7 @@ class Service:
         self.active = 0
         self.bounds = Bounds(generator.engine.runner.vocab_size, stop_token_ids, limits.samples)
         self.engine = EngineThread(generator)
+        self.pictures = None if processors is None else Pictures(generator, processors)
         self.metrics = ServerMetrics()
         # A tokenizer of each thread: one that is used by two at a time may fail.
         self.tokenizer = copy.deepcopy(tokenizer)
@@ -128,6 +134,13 @@ class Service:
         except ValueError as error:
             raise invalid(None, str(error)) from None
 
+    async def with_pictures(self, expanded: Expanded) -> EncodedPrompt:
+        """Returns a prompt with its pictures, which the towers read between two steps of the
+        engine. Raises ApiError for one that cannot be decoded."""
+        pictures = self.pictures
+        assert pictures is not None  # `expanded` was made by them
+        return await self.engine.call(lambda generator: pictures.prompt(generator, expanded))
+
     async def check_params(self, params: SamplingParams, param: str | None) -> None:
         """Raises ApiError for a constraint or a text that cannot be followed; param: the field that
         has it. Grammars are compiled here, in the thread that encodes, and then kept."""
@@ -146,10 +159,6 @@ class Service:
         for number, prompt in enumerate(prompts):
             if not prompt.tokens:
                 raise invalid(param, f"prompt {number} has no tokens")
-            for token in prompt.tokens:
-                if not 0 <= token < self.bounds.vocab_size:
-                    last = self.bounds.vocab_size - 1
-                    raise invalid(param, f"token {token} is outside 0..{last}")
         longest = max(len(prompt.tokens) for prompt in prompts)
         left = self.max_length - longest
         if left < max(1, requested or 1):
@@ -189,6 +198,8 @@ class Service:
         """Ends the threads."""
         self.engine.close()
         self._encoding.shutdown()
+        if self.pictures is not None:
+            self.pictures.close()
 
     @contextlib.contextmanager
     def running_job(self, job: Job):

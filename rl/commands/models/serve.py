@@ -14,6 +14,7 @@ from rl.listener import address_of, bound, loopback
 
 if TYPE_CHECKING:
     from rollout import Generator
+    from rollout.media.processors import Processors
     from rollout.text.interface import Tokenizer
 
 SUMMARY = "serve a model over HTTP, for clients of OpenAI and Anthropic"
@@ -137,7 +138,12 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.drain_s,
         )
         service = Service(
-            served.generator, served.tokenizer, served.name, served.stop_token_ids, limits
+            served.generator,
+            served.tokenizer,
+            served.name,
+            served.stop_token_ids,
+            limits,
+            served.processors,
         )
         address = address_of(listener, arguments.host)
         sizes = f"max length {service.max_length}, {arguments.slots} slots"
@@ -162,6 +168,7 @@ class _Served:
     tokenizer: Tokenizer
     generator: Generator
     stop_token_ids: tuple[int, ...]
+    processors: Processors | None
 
 
 def _load(arguments: argparse.Namespace) -> _Served:
@@ -179,7 +186,8 @@ def _load(arguments: argparse.Namespace) -> _Served:
     if max_length is None:
         max_length = min(MOST_TOKENS, source.positions.number) if source.positions else MOST_TOKENS
     source.check_length(max_length, "--max-length", "Lower --max-length")
-    model = source.load()
+    processors = source.processors
+    model = source.load(media=processors is not None)
     options = GeneratorOptions(
         tokens_per_dispatch=TOKENS_PER_DISPATCH,
         batch_sizes=(1, max(1, arguments.slots // 4)),  # others cost more to compile than they save
@@ -193,7 +201,7 @@ def _load(arguments: argparse.Namespace) -> _Served:
         raise ConfigError(f"--max-length: {error}") from None
     generator.compile_ahead(max_length, [source.params])
     name = arguments.name or Path(arguments.model).resolve().name
-    return _Served(name, tokenizer, generator, source.params.stop_token_ids)
+    return _Served(name, tokenizer, generator, source.params.stop_token_ids, processors)
 
 
 def _with_template(tokenizer: Tokenizer, file: str | None) -> Tokenizer:

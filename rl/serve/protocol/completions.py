@@ -17,7 +17,7 @@ from rl.serve.errors import invalid
 from rl.serve.logprobs import LegacyLogprobs
 from rl.serve.protocol.chat import IGNORED, NEUTRAL, StreamOptions
 from rl.serve.protocol.sse import openai_events, while_connected
-from rl.serve.sampling import SamplingFields, draw_number
+from rl.serve.sampling import SamplingFields, check_tokens, draw_number
 from rl.serve.service import Generation, Service, TextUpdate, usage
 from rollout.generator import EncodedPrompt
 from rollout.text.chat import render_prompt
@@ -62,6 +62,8 @@ async def completions(request: Request) -> Response:
     prompts = await service.with_tokenizer(
         lambda tokenizer: [_encoded(tokenizer, prompt) for prompt in body.prompts]
     )
+    for number, prompt in enumerate(prompts):
+        check_tokens(f"prompt[{number}]", prompt.tokens, service.bounds.vocab_size)
     if not body.max_tokens and not body.echo:
         raise invalid("max_tokens", "must be at least 1 without `echo`")
     most = service.max_tokens(prompts, max(1, body.max_tokens), "prompt")

@@ -12,7 +12,9 @@ from pydantic import Field
 
 from rl.serve.bodies import Fields
 from rl.serve.errors import invalid
+from rl.serve.pictures import Pictures, picture_of
 from rollout.generator import EncodedPrompt
+from rollout.media.expand import Expanded, expand_prompt
 from rollout.text.chat import ChatError, render_prompt, render_text, with_variables
 from rollout.text.interface import Tokenizer
 
@@ -22,6 +24,41 @@ class TextPart(Fields):
 
     type: Literal["text", "input_text", "output_text"]
     text: str
+
+
+class ImageUrl(Fields):
+    """Where a picture is: a data URL. detail: the model reads every picture in its own size."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] = "auto"
+
+
+class ImagePart(Fields):
+    """A picture in a content of the chat API."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+    @property
+    def url(self) -> str:
+        """Returns the data URL."""
+        return self.image_url.url
+
+
+class InputImage(Fields):
+    """A picture in a content of the Responses API."""
+
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high"] = "auto"
+
+    @property
+    def url(self) -> str:
+        """Returns the data URL."""
+        return self.image_url
+
+
+ContentPart = Annotated[TextPart | ImagePart | InputImage, Field(discriminator="type")]
 
 
 class FunctionCall(Fields):
@@ -44,7 +81,7 @@ class Message(Fields):
     (`refusal`, `annotations`) are accepted where they are empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] = []
     tool_call_id: str | None = None
@@ -57,7 +94,23 @@ class Message(Fields):
         """Returns the texts of the parts; None without a content."""
         if self.content is None or isinstance(self.content, str):
             return self.content
-        return "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content if isinstance(part, TextPart))
+
+    @property
+    def urls(self) -> list[str]:
+        """Returns the addresses of the pictures."""
+        parts = [] if self.content is None or isinstance(self.content, str) else self.content
+        return [part.url for part in parts if not isinstance(part, TextPart)]
+
+    @property
+    def shown_content(self) -> str | list[dict[str, str]]:
+        """Returns the content as chat templates read it: a text, or parts if there are pictures."""
+        if self.content is None or isinstance(self.content, str) or not self.urls:
+            return self.text or ""
+        return [
+            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": "image"}
+            for part in self.content
+        ]
 
 
 def check_messages(messages: Sequence[Message], param: str = "messages") -> None:
@@ -78,7 +131,7 @@ def for_template(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
     role = message.role
     if role == "developer" and "developer" not in str(tokenizer.chat_template):
         role = "system"
-    shown: dict[str, Any] = {"role": role, "content": message.text or ""}
+    shown: dict[str, Any] = {"role": role, "content": message.shown_content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
             shown[name] = value
@@ -98,10 +151,12 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RenderedPrompt:
-    """A prompt, and what it has already written of the reply (`<think>`, for instance)."""
+    """A prompt, and what it has already written of the reply (`<think>`, for instance). expanded:
+    its pictures; None: it is text."""
 
     prompt: EncodedPrompt
     prefix: str
+    expanded: Expanded | None = None
 
 
 def encode_messages(
@@ -110,13 +165,17 @@ def encode_messages(
     variables: Mapping[str, Any],
     *,
     continued: bool = False,
+    pictures: Pictures | None = None,
 ) -> RenderedPrompt:
     """Returns the prompt that the chat template writes for messages. variables: those of the
-    template besides the messages. continued: the model goes on with the last message. Raises
-    ChatError if the template refuses them."""
+    template besides the messages. continued: the model goes on with the last message. pictures:
+    what reads them; None: the model reads texts only. Raises ChatError if the template refuses the
+    messages, MediaError and ApiError for pictures that the model cannot read."""
     shown = [for_template(message, tokenizer) for message in messages]
     if variables:
         tokenizer = with_variables(tokenizer, **variables)
+    if any(message.urls for message in messages):
+        return _with_pictures(tokenizer, messages, shown, pictures)
     if continued:
         tokenizer = with_variables(tokenizer, continue_final_message=True)
         ids = render_prompt(tokenizer, shown, add_generation_prompt=False)
@@ -128,6 +187,24 @@ def encode_messages(
         if texts == shown:
             raise
     return _rendered(tokenizer, texts)
+
+
+def _with_pictures(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    shown: Sequence[dict[str, Any]],
+    pictures: Pictures | None,
+) -> RenderedPrompt:
+    if pictures is None:
+        raise invalid("messages", "this model reads no pictures")
+    references = [
+        picture_of(url, f"messages[{number}].content")
+        for number, message in enumerate(messages)
+        for url in message.urls
+    ]
+    pictures.check(references)
+    expanded = expand_prompt(tokenizer, shown, references, pictures.processors)
+    return RenderedPrompt(EncodedPrompt(tuple(expanded.tokens.tolist())), "", expanded)
 
 
 def _rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> RenderedPrompt:

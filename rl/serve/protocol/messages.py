@@ -12,7 +12,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rl.serve.bodies import Body, Fields, read_json
-from rl.serve.protocol.conversations import FunctionCall, Message, ToolCall, encode_messages
+from rl.serve.protocol.conversations import (
+    FunctionCall,
+    ImagePart,
+    ImageUrl,
+    Message,
+    TextPart,
+    ToolCall,
+    encode_messages,
+)
 from rl.serve.protocol.questions import (
     Block,
     BlockAnswer,
@@ -40,6 +48,27 @@ class TextBlock(_Cached):
     type: Literal["text"]
     text: str
     citations: Annotated[list[Any], Field(max_length=0)] = []
+
+
+class ImageSource(Fields):
+    """The bytes of a picture."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/png", "image/jpeg", "image/gif", "image/webp"]
+    data: str
+
+
+class ImageBlock(_Cached):
+    """A picture."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+    @property
+    def part(self) -> ImagePart:
+        """Returns the picture as the chat API has it."""
+        url = f"data:{self.source.media_type};base64,{self.source.data}"
+        return ImagePart(type="image_url", image_url=ImageUrl(url=url))
 
 
 class ToolUseBlock(_Cached):
@@ -70,7 +99,8 @@ class ThinkingBlock(Fields):
 
 
 ContentBlock = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")
+    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock,
+    Field(discriminator="type"),
 ]
 
 
@@ -190,11 +220,13 @@ def _converted(message: AnthropicMessage) -> list[Message]:
     of what the user says."""
     if isinstance(message.content, str):
         return [Message(role=message.role, content=message.content)]
-    results, texts, calls, thoughts = [], [], [], []
+    results, parts, calls, thoughts = [], [], [], []
     for block in message.content:
         match block:
             case TextBlock():
-                texts.append(block.text)
+                parts.append(TextPart(type="text", text=block.text))
+            case ImageBlock():
+                parts.append(block.part)
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case ToolUseBlock():
@@ -204,11 +236,11 @@ def _converted(message: AnthropicMessage) -> list[Message]:
                 content = _text(block.content)
                 text = f"Error: {content}" if block.is_error else content
                 results.append(Message(role="tool", content=text, tool_call_id=block.tool_use_id))
-    if not (texts or calls or thoughts):
+    if not (parts or calls or thoughts):
         return results
     said = Message(
         role=message.role,
-        content="".join(texts),
+        content=parts,
         tool_calls=calls,
         reasoning_content="".join(thoughts) or None,
     )
@@ -243,7 +275,11 @@ async def count_tokens(request: Request) -> Response:
     variables = {"tools": tools} if tools else {}
     rendered = await service.with_tokenizer(
         lambda tokenizer: encode_messages(
-            tokenizer, body.conversation, variables, continued=body.continued
+            tokenizer,
+            body.conversation,
+            variables,
+            continued=body.continued,
+            pictures=service.pictures,
         )
     )
     return JSONResponse({"input_tokens": len(rendered.prompt.tokens)})

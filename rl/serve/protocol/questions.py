@@ -53,7 +53,11 @@ async def answering(service: Service, question: Question) -> Answering:
     variables = question.variables | ({"tools": tools} if tools else {})
     rendered = await service.with_tokenizer(
         lambda tokenizer: encode_messages(
-            tokenizer, question.messages, variables, continued=question.continued
+            tokenizer,
+            question.messages,
+            variables,
+            continued=question.continued,
+            pictures=service.pictures,
         )
     )
     prompts = [rendered.prompt]
@@ -64,6 +68,8 @@ async def answering(service: Service, question: Question) -> Answering:
         params = replace(params, constraint=_forced_call(template, question))
     field_name = "tool_choice" if question.must_call else question.sampling.constraint_field
     await service.check_params(params, field_name)
+    if rendered.expanded is not None:
+        prompts = [await service.with_pictures(rendered.expanded)]
     reading = None if template is None else CallReading(template, rendered.prefix, tools)
     draw = draw_number(question.sampling.seed)
     generation = service.generation(prompts, params, draw, special=reading is not None)

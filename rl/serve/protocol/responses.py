@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from rl.serve.bodies import Fields, read_json
 from rl.serve.protocol.chat import IGNORED
-from rl.serve.protocol.conversations import FunctionCall, Message, TextPart, ToolCall
+from rl.serve.protocol.conversations import FunctionCall, InputImage, Message, TextPart, ToolCall
 from rl.serve.protocol.questions import Block, BlockAnswer, BlockEvent, Question, answering
 from rl.serve.protocol.sse import named_events, while_connected
 from rl.serve.protocol.tools import Choice, Function, ToolDefinition, choice_of
@@ -42,7 +42,7 @@ class MessageItem(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart | OutputText]
+    content: str | list[TextPart | OutputText | InputImage]
     phase: str | None = None
 
 
@@ -206,13 +206,23 @@ def _messages(items: Sequence[Any]) -> list[Message]:
                 messages.append(Message(role="tool", content=text, tool_call_id=item.call_id))
             case _:
                 end_turn()
-                messages.append(Message(role=item.role, content=_joined(item.content)))
+                messages.append(Message(role=item.role, content=_content(item.content)))
     end_turn()
     return messages
 
 
+def _content(parts: str | Sequence[Any]) -> str | list[Any]:
+    """Returns a content with its pictures as the chat API has it."""
+    if isinstance(parts, str):
+        return parts
+    return [
+        part if isinstance(part, InputImage) else TextPart(type="text", text=part.text)
+        for part in parts
+    ]
+
+
 def _joined(parts: str | Sequence[Any]) -> str:
-    return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+    return parts if isinstance(parts, str) else "".join(getattr(part, "text", "") for part in parts)
 
 
 async def responses(request: Request) -> Response:
