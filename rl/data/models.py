@@ -125,6 +125,8 @@ def _of_url(source: str, weights: bool, part: Part) -> Path:
 
     patterns = (*CONFIGURATION, *(WEIGHTS if weights else ()))
     try:
+        if source.endswith(".gguf"):
+            return _of_gguf(str(fetched(source)), part)
         copy = fetched(source, patterns)
     except RemoteError as error:
         raise ModelError(f"{part} {source}: {error}") from None

@@ -6,7 +6,7 @@ import hashlib
 import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,12 +168,15 @@ class Store:
         self._call("copying", source, act)
 
     def for_each(self, act: Callable[[Any], None], values: Iterable[Any]) -> None:
-        """Calls `act` with each value in a few threads. Raises the first error, after all have
-        ended."""
+        """Calls `act` with each value in a few threads. Raises the first error, once the calls that
+        have begun have ended; the others are left out."""
         with ThreadPoolExecutor(_THREADS) as pool:
-            calls = [pool.submit(act, value) for value in values]
-        for each in calls:
-            each.result()
+            try:
+                for each in as_completed([pool.submit(act, value) for value in values]):
+                    each.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def read_versioned(self, name: str) -> Versioned | None:
         """Returns an object with its version; None if there is none."""

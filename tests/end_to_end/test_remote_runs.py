@@ -3,11 +3,15 @@ disturbed."""
 
 import json
 import shutil
+import signal
 
 import launch
 import pytest
+import test_processes as processes
 
 from rl.records.run_files import attempts
+from rl.remote.store import Store
+from rl.run.manifest import complete
 
 
 @pytest.mark.slow
@@ -35,3 +39,23 @@ def test_a_run_killed_on_one_machine_goes_on_to_the_same_bits_on_another(uninter
     code, out, err = launch.finish(launch.process(*launch.arguments(third, remote)))
     assert code == 0 and "is finished" in out, err
     launch.assert_same_run(third, uninterrupted)
+
+
+@pytest.mark.slow
+def test_processes_that_are_interrupted_wait_for_the_upload_and_go_on_elsewhere(tmp_path):
+    """SIGTERM after the first step: the last checkpoint is in the remote folder when all have
+    ended."""
+    url = f"file://{tmp_path}/remote"
+    more = (f"run.remote={url}", "run.checkpoint_every=0")
+    running = processes.start(tmp_path / "first", 2, 1, *more)
+    launch.wait_for(lambda: launch.lines(tmp_path / "first") >= 1, running[0])
+    running[1].send_signal(signal.SIGTERM)
+    done = processes.finish(running)
+    assert [code for code, _, _ in done] == [75, 75], done
+    assert "LOCK" not in Store(url).list()
+    (number, _) = complete(tmp_path / "first" / "checkpoints")[0]
+    assert f"checkpoints/{number:010d}/manifest.json" in Store(url).list()
+    done = processes.finish(processes.start(tmp_path / "second", 2, 1, *more))
+    assert [code for code, _, _ in done] == [0, 0], done
+    assert "is fetched to" in done[0][2]
+    assert "export/model.safetensors" in Store(url).list()

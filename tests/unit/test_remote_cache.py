@@ -192,3 +192,12 @@ def test_urls_that_cannot_be_used_are_faults_of_their_keys(tmp_path, capsys):
     absent = ["model=faulty://bucket/absent", "data={task: arithmetic}"]
     assert cli.train_main(["--check", str(tmp_path / "run.yml"), *absent]) == 4
     assert "model faulty://bucket/absent: " in capsys.readouterr().err
+
+
+def test_a_gguf_file_is_read_from_a_url(model, tmp_path, monkeypatch):
+    """The file is fetched; its directory is that of any GGUF file."""
+    Store("faulty://bucket/files").write("small.gguf", b"GGUF, but not really")
+    with pytest.raises(ModelError, match="small.gguf"):
+        models.directory("faulty://bucket/files/small.gguf")
+    copies = [path for path in cache.root().rglob("small.gguf") if path.is_file()]
+    assert copies[0].read_bytes() == b"GGUF, but not really"

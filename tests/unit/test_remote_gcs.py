@@ -9,6 +9,7 @@ from http import HTTPStatus
 import pytest
 import remote_runs
 
+from rl.errors import ConfigError
 from rl.remote.faults import Retries
 from rl.remote.lock import LOCK, LeaseTimes, Lock, LockHeld
 from rl.remote.probe import writable
@@ -89,6 +90,9 @@ def test_a_run_is_sent_and_fetched_and_a_second_one_refused(service, tmp_path):
     assert writable(url).problem == "" and writable(url).compares_generations
     assert "no such bucket" in writable("gs://nobody/run").problem
     remote_runs.start(tmp_path / "run")
+    nowhere = Mirror("gs://nobody/run", tmp_path / "run", 2, retries=QUICK, times=TIMES)
+    with pytest.raises(ConfigError, match="run.remote: gs://nobody/run: no such bucket"):
+        nowhere.__enter__()
     with Mirror(url, tmp_path / "run", 2, remote_runs.needed, QUICK, TIMES):
         remote_runs.step(tmp_path / "run", 1)
         remote_runs.checkpoint(tmp_path / "run", 1)

@@ -80,6 +80,22 @@ def test_a_fault_that_passes_is_tried_again_and_one_that_does_not_is_named(tmp_p
     assert len(log) == 1
 
 
+def test_the_first_error_of_many_calls_leaves_the_others_out():
+    begun = []
+
+    def act(value):
+        begun.append(value)
+        time.sleep(0.01)
+        raise RemoteError(f"{value}")
+
+    with pytest.raises(RemoteError):
+        store().for_each(act, range(200))
+    assert len(begun) < 100
+    done = []
+    store().for_each(done.append, range(200))
+    assert sorted(done) == list(range(200))
+
+
 def test_waits_between_tries_grow_and_have_a_bound():
     waits = []
     retries = Retries(tries=9, sleep=waits.append)

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rewards.text import quoted
-from rl.errors import DuetError
+from rl.errors import ConfigError, DuetError
 from rl.remote.faults import RemoteError, Retries
 from rl.remote.lock import LeaseTimes, Lock, LockHeld
 from rl.remote.store import Store
@@ -26,6 +26,7 @@ from rl.run.mirror.remote_run import RemoteRun
 from rl.run.signals import StopSignal
 
 _LOG = logging.getLogger("duet.remote")
+_TRIES = 4
 _WARN_EVERY_S = 600.0
 """Seconds between warnings that uploads are slower than checkpoints."""
 
@@ -60,7 +61,10 @@ class Mirror:
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
 
     def __enter__(self) -> Mirror:
-        self._lock.acquire()
+        try:
+            self._lock.acquire()
+        except FileNotFoundError as error:
+            raise ConfigError(f"run.remote: {self._store.url}: no such bucket ({error})") from None
         try:
             clear_staging(self._run)
             self._store.remove_parts()
@@ -154,9 +158,11 @@ class Mirror:
 
     def _send(self) -> int | None:
         """Uploads. Begins again if the run has replaced or removed what was to be sent."""
-        for _ in range(3):
+        gone: FileNotFoundError | None = None
+        for _ in range(_TRIES):
             try:
                 return self._remote.upload()
             except FileNotFoundError as error:
+                gone = error
                 _LOG.info("%s is gone; the upload begins again", error)
-        return self._remote.upload()
+        raise RemoteError(f"{self._store.url}: {gone} is gone")
