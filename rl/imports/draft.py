@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rewards.suggest import nearest
+from rl.config.foreign import FOREIGN
 from rl.imports.given import Given, Word
 from rl.imports.rules import (
     UNSET,
@@ -27,6 +28,8 @@ from rl.imports.rules import (
 Fate = Literal["mapped", "changed", "refused", "left"]
 """mapped: the same in Duet. changed: in meaning. refused: not supported, and the training depends
 on it. left: not supported, and no result depends on it."""
+_BESIDES = ("run.", "evaluation.")  # sections on which no training depends
+_EVALUATED = ("val_files", "eval.dataset", "eval_data_path")
 _HINTS = 20  # unknown keys for which the nearest one is looked for, which takes time
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
@@ -138,7 +141,7 @@ class Draft:
     def put(self, name: str, value: Any, *keys: str, note: str = "", changed: bool = False) -> None:
         """Writes a value. keys: of the words that it follows from; those that the files have get
         their fate. note: how it follows. changed: whether the meaning differs."""
-        if value is None and any(self.fate_of(key) == "refused" for key in keys):
+        if value is None and any(self.fate_of(key) in ("refused", "left") for key in keys):
             return
         given = tuple(key for key in dict.fromkeys(keys) if self._is_given(key))
         self._write(name, Written(value, self._comment(given, note, bool(keys))))
@@ -267,9 +270,17 @@ class Draft:
             self.refuse(key, why=f"it must be {kind}")
 
     def _refuse_unresolved(self, key: str, word: Word) -> None:
-        if self.fate_of(key) != "refused":
-            names = ", ".join(dict.fromkeys(word.unresolved))
-            self.refuse(key, why=f"{names} has no value here; export it, or write the value")
+        if self.fate_of(key) in ("refused", "left"):
+            return
+        names = ", ".join(dict.fromkeys(word.unresolved))
+        why = f"{names} has no value here; export it, or write the value"
+        rule = rule_of(self.table, key)
+        name = rule.to if isinstance(rule, Copy) else ""
+        name = name or FOREIGN.get(key.rpartition(".")[2], "")
+        if name.startswith(_BESIDES) or key.endswith(_EVALUATED):
+            self.leave(key, why=why)
+        else:
+            self.refuse(key, why=why)
 
     def _note(self, fate: Fate, keys: Sequence[str], text: str) -> None:
         known = tuple(key for key in dict.fromkeys(keys) if self._is_given(key))

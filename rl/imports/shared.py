@@ -31,11 +31,18 @@ def put_schedule(
         draft.put(f"{OPTIMIZER}.final_fraction", final, final_key or key)
 
 
-def put_warmup(draft: Draft, *, steps: str = "", ratio: str = "", per_step: int = 1) -> None:
+def put_warmup(
+    draft: Draft,
+    *,
+    steps: str = "",
+    ratio: str = "",
+    per_step: int = 1,
+    target: str = OPTIMIZER,
+) -> None:
     """Writes the warm-up, in updates: of a number of updates, or of a share of all updates.
 
     steps, ratio: names of the keys. A `steps` below 1 is a share too (transformers 5).
-    per_step: updates of a step of Duet.
+    per_step: updates of a step of Duet. target: section of the optimizer.
     """
     key, value = steps, draft.number(steps) if steps else None
     if not value or value < 0:
@@ -45,9 +52,9 @@ def put_warmup(draft: Draft, *, steps: str = "", ratio: str = "", per_step: int 
     if not value or value < 0:
         draft.same(key, note="no warm-up")
     elif key == steps and value >= 1:
-        draft.put(f"{OPTIMIZER}.warmup_steps", round(value), key, note="updates")
+        draft.put(f"{target}.warmup_steps", round(value), key, note="updates")
     elif (updates := updates_of(draft, per_step)) is not None:
-        name = f"{OPTIMIZER}.warmup_steps"
+        name = f"{target}.warmup_steps"
         note = f"{value:g} of {updates} updates"
         draft.put(name, math.ceil(round(value * updates, 6)), key, note=note)
     else:
@@ -115,7 +122,8 @@ def names_of(paths: Sequence[str]) -> list[str]:
     names = [re.sub(r"[^\w.-]", "_", PurePosixPath(path).stem) for path in paths]
     if len(set(names)) < len(names):
         parents = [re.sub(r"[^\w.-]", "_", PurePosixPath(path).parent.name) for path in paths]
-        names = [f"{parent}_{name}" for parent, name in zip(parents, names, strict=True)]
+        pairs = zip(parents, names, strict=True)
+        names = [f"{parent}_{name}".strip("_") for parent, name in pairs]
     if len(set(names)) < len(names):
         names = [f"{name}_{number}" for number, name in enumerate(names)]
     return names

@@ -1,18 +1,21 @@
 """Reads a script of a shell without running it: the commands, with the values of their variables.
 
 It knows what scripts that start a training have: quotes, comments, continued lines, variables with
-defaults, arrays, integers in `$(( ))`, documents after `<<`. It takes no branch: an assignment
-inside `if`, `case` or a loop gives a variable a value only if it has none. What another program
-would have to compute (`$(date)`) stays in the text and is named in `Text.unresolved`.
+defaults, arrays, integers in `$(( ))`, documents after `<<`, and branches that compare texts and
+numbers. Of a branch that depends on something else, and in a loop, an assignment gives a variable a
+value only if it has none. What another program would have to compute (`$(date)`) and arguments of
+the script stay in the text and are named in `Text.unresolved`.
 """
 
 from __future__ import annotations
 
 import ast
+import fnmatch
 import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rl.errors import ConfigError
 
@@ -23,6 +26,17 @@ _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
 _OPENING = {"if", "for", "while", "until", "case"}
 _CLOSING = {"fi", "done", "esac"}
 _WORDS_OF_BLOCKS = {"then", "else", "elif", "do", "{", "}", "!", "time", "exec"}
+_COMPARED: dict[str, Callable[[Any, Any], bool]] = {
+    "=": lambda text, pattern: fnmatch.fnmatchcase(text, pattern),
+    "==": lambda text, pattern: fnmatch.fnmatchcase(text, pattern),
+    "!=": lambda text, pattern: not fnmatch.fnmatchcase(text, pattern),
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+    "-lt": operator.lt,
+    "-le": operator.le,
+}
 _OPERATORS = re.compile(r"\n|;;|;|&&|\|\||\|&?|&>>?|&|\(|\)")
 _REDIRECTION = re.compile(r"\d*(?:>>|>&|<&|<>|>\||<|>)")
 _DOCUMENT = re.compile(r"<<(-?)[ \t]*(['\"]?)([A-Za-z_]\w*)\2")
@@ -69,8 +83,24 @@ class _Word:
 
 @dataclass
 class _Command:
+    """Words between two operators. before, after: these operators, "" at the ends."""
+
     words: list[_Word] = field(default_factory=list)
     document: _Word | None = None
+    before: str = ""
+    after: str = ""
+
+
+@dataclass
+class _Block:
+    """A block that is open. taken: whether its commands count, None if nobody can tell. done:
+    whether a branch before was taken. subject: of `case`. in_condition: before `then`."""
+
+    kind: str
+    taken: bool | None
+    done: bool = False
+    subject: Text | None = None
+    in_condition: bool = False
 
 
 def commands(text: str, name: str, environment: Mapping[str, str]) -> list[list[Text]]:
@@ -97,17 +127,20 @@ class _Reader:
         self._at = 0
         self._line = 1
         self._documents: list[tuple[_Command, re.Match[str]]] = []
+        self._operator = ""
 
     def command(self) -> _Command | None:
         """Returns the next command, or None at the end. A command can have no words."""
         if self._at >= len(self._text):
             return None
-        command = _Command()
+        command = _Command(before=self._operator)
+        self._operator = ""
         while self._at < len(self._text):
             self._skip_blanks()
             if match := self._match(_DOCUMENT):
                 self._documents.append((command, match))
             elif match := self._match(_OPERATORS):
+                self._operator = command.after = match[0]
                 if match[0] == "\n":
                     self._line += 1
                     self._read_documents()
@@ -270,26 +303,120 @@ class _Script:
         self._name = name
         self._environment = environment
         self._variables: dict[str, list[Text]] = {}
-        self._depth = 0
+        self._blocks: list[_Block] = []
 
     def run(self, command: _Command) -> list[Text]:
         """Makes the assignments of a command. Returns its other words, expanded."""
-        words = list(command.words)
-        while words and (plain := self._keyword(words[0])) is not None:
-            self._depth += (plain in _OPENING) - (plain in _CLOSING)
-            words.pop(0)
-            if plain in ("for", "case"):  # the name and the values of a loop are no command
-                return []
-        declares = bool(words) and words[0].plain in _DECLARING
+        words = self._in_blocks(command)
+        taken = [block.taken for block in self._blocks]
+        if False in taken or not words:
+            return []
+        declares = words[0].plain in _DECLARING
         assignments = words[1:] if declares else words
         while assignments and self._assigns(assignments[0]):
-            self._assign(assignments.pop(0))
+            self._assign(assignments.pop(0), None in taken)
         if declares or not assignments:
             return []
         if assignments[0].plain == "read" and command.document is not None:
             self._variables[assignments[-1].plain] = self._fields(command.document)
             return []
         return [text for word in assignments for text in self._fields(word)]
+
+    def _in_blocks(self, command: _Command) -> list[_Word]:
+        """Opens and closes blocks. Returns the words of the command itself."""
+        words = list(command.words)
+        block = self._blocks[-1] if self._blocks else None
+        is_pattern = command.after in (")", "|") and not (words and words[0].plain in _OPENING)
+        if block is not None and block.kind == "case" and is_pattern:
+            self._pattern(block, words, command.before == "|")
+            return []
+        while words and (plain := self._keyword(words[0])) is not None:
+            words.pop(0)
+            block = self._blocks[-1] if self._blocks else None
+            if plain == "case":
+                subject = self._joined(self._fields(words[0]), 0) if words else Text("", 0)
+                block = _Block("case", False, subject=subject)
+                self._blocks.append(block)
+                if command.after in (")", "|"):
+                    self._pattern(block, words[2:], False)
+                return []
+            if plain == "if":
+                self._blocks.append(_Block("if", self._truth(words), in_condition=True))
+                return []
+            if plain in _OPENING:
+                self._blocks.append(_Block(plain, None))
+                return []
+            if plain in _CLOSING and block is not None:
+                self._blocks.pop()
+            elif plain == "then" and block is not None:
+                block.in_condition = False
+            elif plain in ("else", "elif") and block is not None:
+                block.done = block.done or bool(block.taken)
+                known = block.taken is not None
+                block.taken = False if block.done else True if known else None
+                if plain == "elif":
+                    block.in_condition = True
+                    if block.taken is not False:
+                        block.taken = self._truth(words)
+                    return []
+        if block is not None and block.in_condition and block is self._blocks[-1]:
+            self._combine(block, command, words)
+            return []
+        return words
+
+    def _combine(self, block: _Block, command: _Command, words: list[_Word]) -> None:
+        """Takes a further part of a condition: of `[ a ] && [ b ]`."""
+        if not words:
+            return
+        other = self._truth(words)
+        both = (block.taken, other)
+        if command.before == "&&":
+            block.taken = False if False in both else None if None in both else True
+        elif command.before == "||":
+            block.taken = True if True in both else None if None in both else False
+        else:
+            block.taken = None
+
+    def _pattern(self, block: _Block, words: list[_Word], goes_on: bool) -> None:
+        """Begins a branch of `case`. goes_on: with a further pattern of the same branch."""
+        subject = block.subject
+        if subject is None or subject.unresolved:
+            block.taken = None
+            return
+        if goes_on and block.taken:
+            return
+        block.done = block.done or bool(block.taken)
+        patterns = [text.text for word in words for text in self._fields(word)]
+        matches = any(fnmatch.fnmatchcase(subject.text, pattern) for pattern in patterns)
+        block.taken = matches and not block.done
+
+    def _truth(self, words: list[_Word]) -> bool | None:
+        """Returns what a test says, None if it is no comparison of known values."""
+        texts = [text for word in words for text in self._fields(word) or [Text("", word.line)]]
+        if not texts or any(text.unresolved for text in texts):
+            return None
+        first, *values = [text.text for text in texts]
+        if first not in ("[", "[[", "test"):
+            return None
+        values = values[:-1] if values and values[-1] in ("]", "]]") else values
+        negated = values[:1] == ["!"]
+        values = values[1:] if negated else values
+        result = self._compared(values)
+        return None if result is None else result != negated
+
+    @staticmethod
+    def _compared(values: list[str]) -> bool | None:
+        if len(values) == 1:
+            return bool(values[0])
+        if len(values) == 2 and values[0] in ("-z", "-n"):
+            return (values[0] == "-n") == bool(values[1])
+        if len(values) != 3 or values[1] not in _COMPARED:
+            return None
+        compare = _COMPARED[values[1]]
+        if not values[1].startswith("-"):
+            return compare(values[0], values[2])
+        numbers = [value for value in (values[0], values[2]) if re.fullmatch(r"-?\d{1,18}", value)]
+        return compare(*map(int, numbers)) if len(numbers) == 2 else None
 
     @staticmethod
     def _keyword(word: _Word) -> str | None:
@@ -302,12 +429,12 @@ class _Script:
         first = word.parts[0] if word.parts else None
         return first is not None and not first.quoted and bool(_ASSIGNMENT.match(first.text))
 
-    def _assign(self, word: _Word) -> None:
+    def _assign(self, word: _Word, only_new: bool) -> None:
         first = word.parts[0]
         match = _ASSIGNMENT.match(first.text)
         assert match is not None
         name, adds = match[1], bool(match[2])
-        if self._depth and name in self._variables:
+        if only_new and name in self._variables:
             return
         if word.array is not None:
             values = [text for each in word.array for text in self._fields(each)]
@@ -398,7 +525,7 @@ class _Script:
         return values
 
     def _variable(self, name: str, text: str, line: int) -> list[Text]:
-        if name in "@*" or name.isdecimal():
+        if name in "@*":
             return []
         if name in self._variables:
             return self._variables[name]

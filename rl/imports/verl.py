@@ -190,9 +190,10 @@ def _run(draft: Draft) -> None:
     draft.put("run.checkpoint_every", max(every, 0), "trainer.save_freq")
     loggers = draft.texts("trainer.logger")
     names = ("trainer.project_name", "trainer.experiment_name")
-    if "wandb" in loggers:
-        project, name = (draft.text(key) for key in names)
-        draft.put("run.wandb", {"project": project, "name": name}, *names, "trainer.logger")
+    if "wandb" in loggers and draft.has("trainer.logger"):
+        options = zip(("project", "name"), (draft.text(key) for key in names), strict=True)
+        options = {key: value for key, value in options if value}
+        draft.put("run.wandb", options, *names, "trainer.logger")
     draft.same(*names, note="names for wandb")
     if "tensorboard" in loggers:
         draft.put("run.tensorboard", True, "trainer.logger")
@@ -225,14 +226,7 @@ def _optimizer(draft: Draft, section: str, clip: str, target: str, updates: int)
     if limit is not None and target == OPTIMIZER or clips:
         draft.put(f"{target}.clip_norm", limit or None, *(clips or [key]))
     _schedule(draft, section, target)
-    if target == OPTIMIZER:
-        _warmup(draft, section, updates)
-    else:
-        keys = (f"{section}.lr_warmup_steps", f"{section}.lr_warmup_steps_ratio")
-        for key in keys:
-            if (draft.number(key) or -1) > 0:
-                draft.refuse(key, why=f"write {target}.warmup_steps, in updates")
-        draft.same(*keys, note="no warm-up")
+    _warmup(draft, section, target, updates)
 
 
 def _moments(draft: Draft, section: str, target: str, name: str) -> None:
@@ -279,18 +273,18 @@ def _schedule(draft: Draft, section: str, target: str) -> None:
     draft.same(ratio, *finals, note="the last learning rate is 0, or constant")
 
 
-def _warmup(draft: Draft, section: str, updates: int) -> None:
+def _warmup(draft: Draft, section: str, target: str, updates: int) -> None:
     steps, ratio = f"{section}.lr_warmup_steps", f"{section}.lr_warmup_steps_ratio"
     if not draft.has(ratio) and draft.has(f"{section}.warmup_steps_ratio"):
         ratio = f"{section}.warmup_steps_ratio"
     number = draft.integer(steps)
     if number is not None and number > 0:
         note = f"{number} steps of {updates} updates" if updates > 1 else ""
-        draft.put(f"{OPTIMIZER}.warmup_steps", number * updates, steps, note=note)
+        draft.put(f"{target}.warmup_steps", number * updates, steps, note=note)
         draft.same(ratio, note=f"{steps} sets the warm-up")
     else:
         draft.same(steps, note="no number of steps")
-        put_warmup(draft, ratio=ratio, per_step=updates)
+        put_warmup(draft, ratio=ratio, per_step=updates, target=target)
 
 
 def _sampling(draft: Draft) -> None:
@@ -320,7 +314,9 @@ def _data(draft: Draft, train: str, evaluation: str) -> None:
     source = draft.text("data.reward_fn_key")
     columns = {"prompt": (prompt, "data.prompt_key"), "source": (source, "data.reward_fn_key")}
     limit = draft.integer("data.train_max_samples") or -1
-    too_long = "drop" if draft.truth("data.filter_overlong_prompts") else "refuse"
+    truncation = draft.text("data.truncation")
+    drops = draft.truth("data.filter_overlong_prompts") or truncation != "error"
+    too_long = "drop" if drops else "refuse"
     if listed:
         paths = draft.values["data"].value
         names = {name: value for name, (value, _) in columns.items() if value != name}
@@ -337,12 +333,13 @@ def _data(draft: Draft, train: str, evaluation: str) -> None:
             draft.put("data.limit", limit, "data.train_max_samples")
         draft.put("data.too_long", too_long, "data.filter_overlong_prompts")
     draft.same("data.train_max_samples", "data.prompt_key", "data.reward_fn_key")
-    if draft.text("data.truncation") == "error":
-        draft.same("data.truncation", note="rows that are too long are never cut")
-    elif too_long == "drop":
-        draft.same("data.truncation", note="rows that are too long are left out")
+    if truncation == "error" or draft.truth("data.filter_overlong_prompts"):
+        draft.same("data.truncation", note="no prompt is cut")
+    elif truncation in ("left", "right", "middle"):
+        note = "prompts that are too long are left out, where verl cuts them"
+        draft.change("data.truncation", note=note)
     else:
-        draft.refuse("data.truncation", why="Duet never cuts a prompt; `data.too_long: drop`")
+        draft.refuse("data.truncation", why="verl has error, left, right and middle")
     _template(draft)
     draft.same(evaluation, note="no evaluation")
 
@@ -628,6 +625,7 @@ def _model_rewards(draft: Draft, functions: list[dict[str, Any]]) -> bool:
     for on, path in (
         ("reward.reward_model.enable", "reward.reward_model.model_path"),
         ("reward_model.enable", "reward_model.model.path"),
+        ("reward_model.enable", "reward_model.model_path"),
     ):
         if draft.truth(on) and draft.text(path):
             functions.append({"name": "reward_model", "options": {"source": draft.text(path)}})
@@ -639,7 +637,8 @@ def _model_rewards(draft: Draft, functions: list[dict[str, Any]]) -> bool:
 
 
 def _overlong(draft: Draft, functions: list[dict[str, Any]]) -> None:
-    for section in ("reward.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"):
+    kwargs = "reward_kwargs.overlong_buffer_cfg"
+    for section in (f"reward.{kwargs}", f"reward_model.{kwargs}", "reward_model.overlong_buffer"):
         on, size, factor = (f"{section}.{name}" for name in ("enable", "len", "penalty_factor"))
         longest = f"{section.rpartition('.')[0]}.max_resp_len"
         if draft.truth(on) and draft.integer(size):
@@ -659,7 +658,7 @@ def _manager(draft: Draft) -> None:
         "reward_model.reward_manager",
         "reward.reward_manager",
     ):
-        if draft.text(key) in ("", "naive", "dapo", "batch", "prime", "null", "naive_manager"):
+        if draft.text(key) in ("", "naive", "dapo", "gdpo", "batch", "prime", "null"):
             draft.same(key, note="each completion is scored by itself")
         else:
             draft.refuse(key, why="write a reward of Duet for it")

@@ -1,6 +1,9 @@
 """What `rl import` reads: files, scripts of a shell, arguments; and what it writes."""
 
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -49,23 +52,71 @@ train "${LIST[@]}" "${EMPTY[@]}" $WORDS new=$NEW tail="${n}th" $'a\\tb' ''"" "$@
 
 
 def words_of(script: str, environment=()) -> list[str]:
-    last = shell.commands(script, "run.sh", dict(environment))
-    return [text.text for text in next(words for words in last if words[0].text == "train")]
+    """Returns the words of the command `train` of a script."""
+    commands = [words for words in shell.commands(script, "run.sh", dict(environment)) if words]
+    return [text.text for text in next(words for words in commands if words[0].text == "train")]
 
 
-def test_a_script_is_read_as_a_shell_would_expand_it():
-    assert words_of(SCRIPT) == [
-        "train",
-        "data.files=['~/a.parquet', \"Qwen/Qwen3-0.6B\"]",
-        "data.batch=42",
-        'data.more=["x","y"]',
-        "--flag",
-        "Qwen/Qwen3-0.6B",
-        "new=in_a_branch",
-        "tail=5th",
-        "a\tb",
-        "",
-    ]
+def words_of_bash(script: str) -> list[str]:
+    """Returns the same words as bash has them."""
+    done = subprocess.run(
+        ["bash", "-c", "train() { printf '%s\\0' train \"$@\"; }\n" + script],
+        capture_output=True,
+        env={"PATH": os.environ["PATH"], "HOME": "~"},
+        timeout=30,
+    )
+    return done.stdout.decode().split("\0")[:-1]
+
+
+BRANCHES = """
+MODE=${MODE:-dppo_kl}
+case $MODE in
+    dppo_tv) CLIP=0.15 ;;
+    dppo_kl | other) CLIP=0.05 ;;
+    *) echo unknown; CLIP=9 ;;
+esac
+PEFT=1; SIZE=
+extra=()
+if [ "${PEFT}" = "1" ] && [ $CLIP != 3 ]; then
+    extra+=(rank=32 "alpha=16")
+elif [ -n "$SIZE" ]; then extra+=(never=1)
+else
+    extra+=(neither=1)
+fi
+if [[ -z $SIZE || $PEFT -gt 4 ]]; then small=yes; fi
+if [ -n "$SIZE" ] || [ "$PEFT" -ge 1 ]; then if [ 1 -eq 2 ]; then inner=1; else inner=2; fi; fi
+case "$PEFT" in 1) one=1;; 2) one=2;; esac
+if [[ $MODE == dppo_* ]]; then glob=1; else glob=0; fi
+train clip=$CLIP "${extra[@]}" small=$small inner=$inner one=$one glob=$glob
+"""
+PLAIN = """
+A='single $A "x"'; B="double $A \\$B \\"q\\" \\n"
+C=$A$B; D=${C:+set}; E=${NONE:-${A}x}; F=${NONE-"in quotes"}
+L=(1 "2 3" '4'); L+=(5)
+M="a b  c"
+train "$A" "$B" "${L[@]}" ${L[1]} $M "$M" x${L[0]}y "$D" "$E" "$F" \\$HOME "$HOME/x" a\
+b 'c
+d' k="v w" --x=1 # comment
+"""
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize("script", [SCRIPT, BRANCHES, PLAIN])
+def test_a_script_is_read_as_bash_expands_it(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = words_of_bash(script.replace("set -xeuo pipefail", ":").replace(" | tee out", ""))
+    assert len(expected) > 6
+    assert words_of(script) == expected
+
+
+def test_of_an_unknown_branch_only_new_variables_have_values():
+    script = "A=1\nif command -v nvidia-smi; then A=2; B=3; fi\nif [ $1 = x ]; then C=4; fi\ntrain $A $B $C"
+    assert words_of(script) == ["train", "1", "3", "4"]
+
+
+def test_commands_of_a_branch_that_is_not_taken_do_not_count():
+    script = "if [ a = b ]; then\n train x=1\nelse\n train x=2\nfi"
+    assert words_of(script) == ["train", "x=2"]
 
 
 def test_a_script_takes_variables_of_the_environment_but_no_secrets():

@@ -211,6 +211,31 @@ def test_what_changes_the_training_is_refused(tmp_path, word):
     assert word.partition("=")[0] in refused("verl", script)
 
 
+def test_a_branch_of_a_script_and_an_argument_without_a_value(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "SAVE=$1\nPEFT=${PEFT:-1}\nextra=()\n"
+        'if [ "$PEFT" = 1 ]; then\n  extra+=(model.lora_rank=8)\nfi\n'
+        "torchrun -m verl.trainer.sft_trainer optim.lr=1e-4 trainer.default_local_dir=$SAVE "
+        '"${extra[@]}"\n'
+    )
+    config = config_of("verl", script)
+    assert config.model.adapter.rank == 8 and config.run.dir is None
+    assert "$1 has no value here" in said_of("verl", script)
+
+
+def test_a_penalty_of_long_completions_by_its_newer_name(tmp_path):
+    script = tmp_path / "run.sh"
+    section = "reward_model.reward_kwargs"
+    words = f"+{section}.overlong_buffer_cfg.enable=True +{section}.overlong_buffer_cfg.len=64"
+    text = (VERL / "ppo.sh").read_text().rstrip()
+    script.write_text(
+        f"{text} \\\n {words} +{section}.max_resp_len=256 reward_model.reward_manager=dapo\n"
+    )
+    overlong = config_of("verl", script).rewards.functions[1]
+    assert overlong.options == {"cache": 64, "limit": 256}
+
+
 def test_a_configuration_that_is_not_of_verl_is_asked_for(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("python -m verl.trainer.main_ppo --config-name='my_grpo' data.seed=1\n")

@@ -121,6 +121,7 @@ _MODEL: dict[str, Rule] = {
     "override_config.moe_config.freeze_moe_router": Refuse(
         "freeze the routers with `stages.N.freeze`", (False,)
     ),
+    "override_config*.max_position_embeddings": Leave("positions go as far as max_length"),
     "override_config.*": Refuse("change the config.json of the model", OFF),
     "enable_gradient_checkpointing": Leave("`model.remat: auto` chooses what is recomputed"),
     "gradient_checkpointing_kwargs.*": SPEED,
@@ -349,6 +350,8 @@ _REWARD: dict[str, Rule] = {
     "reward_model.reward_manager": Joint(),
     "enable": Joint(False),
     "model.path": Joint(),
+    "model_path": Joint(),
+    "inference.*": _ENGINE,
     "model.external_lib": _NO_CODE,
     "reward_loop_source": Refuse("write a reward of Duet", ("register", None)),
     "reward_loop_module_path": Refuse("write a reward of Duet", OFF),
