@@ -43,6 +43,7 @@ TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 CONFIGURATION = (
     *("config.json", "adapter_config.json", "generation_config.json", *TOKENIZER_FILES),
     *(*VOCABULARY_FILES, *TEMPLATE_FILES, *PROCESSOR_FILES),
+    *("LICENSE*", "NOTICE*"),
 )
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 from policy.fields.config_fields import UnsupportedModel
 from policy.huggingface import generation_config, sources
 from policy.huggingface.tensorfiles import ModelFileError
-from rl.config.run import ExportOptions
+from rl.config.run import ExportOptions, RunConfig
 from rl.data import models
+from rl.data.hub import hub_name
 from rl.errors import ModelError
 from rl.export.request import Dtype
 from rl.stages.export import prompts
+from rl.stages.export.card import Origin
 from rl.stages.export.exportable import AdapterBase, Exportable
 
 if TYPE_CHECKING:
@@ -40,12 +42,15 @@ class BaseFormat:
 @dataclass
 class ExportedDirectory(Exportable):
     """The model of a directory, which may be an adapter over a base. chosen: which forms of an
-    adapter are written. run: the folder of the run whose final weights these are; None: unknown."""
+    adapter are written. name: as a person named the model. run: the folder of the run whose final
+    weights these are, with its configuration; None: unknown."""
 
     directory: Path
     model: Model
     chosen: ExportOptions
+    name: str
     run: Path | None = None
+    config: RunConfig | None = None
 
     @property
     def forms(self) -> ExportOptions:
@@ -113,6 +118,13 @@ class ExportedDirectory(Exportable):
         if self.run is not None and self.tokenizer is not None:
             return prompts.of_run(self.run, self.model, self.tokenizer)
         return prompts.of_tokenizer(self.model, self.tokenizer)
+
+    def origin(self) -> Origin:
+        named = self.name if self.config is None else self.config.model.source
+        repository = None if Path(named).exists() else hub_name(named)
+        base = None if repository is None else repository.name
+        title = self.run.name if self.run is not None else Path(self.name).name
+        return Origin(title, base, self.source(), self.run, self.config)
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

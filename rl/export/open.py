@@ -16,6 +16,7 @@ from rl.export import of_directory
 from rl.export.of_directory import BaseFormat, ExportedDirectory
 from rl.export.request import ExportRequest
 from rl.run import load
+from rl.stages.export.card import Place
 from rl.stages.export.exportable import Exportable
 from rl.stages.export.of_run import ExportedRun
 
@@ -49,6 +50,7 @@ def opened(request: ExportRequest) -> Opened:
         base = BaseFormat(config.model.base_weights, config.model.base_block)
         exported = _directory(request, final, base, config)
         exported.run = run
+        exported.config = config
         return Opened(exported, run, f"final weights of {name}")
     if is_run and not sources.is_model(run):
         return _checkpoint(request, run)
@@ -67,7 +69,8 @@ def _directory(
     _refuse_reward_model(directory)
     forms = _forms(request, sources.has_adapter(directory), config)
     dtype = request.dtype or of_directory.stored_dtype(directory)
-    return ExportedDirectory(directory, of_directory.read(directory, dtype, base), forms)
+    model = of_directory.read(directory, dtype, base)
+    return ExportedDirectory(directory, model, forms, request.source)
 
 
 def _checkpoint(request: ExportRequest, run: Path) -> Opened:
@@ -81,7 +84,10 @@ def _checkpoint(request: ExportRequest, run: Path) -> Opened:
     from rl.stages.export.adapter import has_adapter
 
     exported.chosen = _forms(request, has_adapter(model), config)
-    return Opened(exported, run, f"{run}, {request.step or 'newest checkpoint'}")
+    read = weights.checkpoint
+    assert read is not None  # the weights were loaded
+    exported.place = Place(config.stage_names[read.stage], read.step)
+    return Opened(exported, run, f"{run} after step {read.step} of {exported.place.stage}")
 
 
 def _forms(request: ExportRequest, has_adapter: bool, config: RunConfig | None) -> ExportOptions:

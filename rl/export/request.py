@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rl.export.hub import Target
+
 Dtype = Literal["float32", "bfloat16"]
 Form = Literal["adapter", "merged"]
 GgufType = Literal["f16", "q8_0"]
@@ -19,7 +21,7 @@ class ExportRequest:
     checkpoint `[STAGE:]N`; None: its final weights, or the newest checkpoint of a run that has not
     ended. dtype: None: that of the source. form: of a model with an adapter; None: as the run's
     `export` says, else the adapter. gguf: a GGUF file is written, with matrices in this type. force:
-    an export in `directory` is replaced.
+    an export in `directory` is replaced. push: the repository that gets the files.
     """
 
     source: str
@@ -29,3 +31,4 @@ class ExportRequest:
     form: Form | None = None
     gguf: GgufType | None = None
     force: bool = False
+    push: Target | None = None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from policy.json_types import JsonValue
-from rl.export import folder, gguf
+from rl.export import folder, gguf, hub
 from rl.export.open import opened
 from rl.export.request import ExportRequest
 from rl.stages.export.exportable import Exportable
@@ -31,6 +31,8 @@ def export(request: ExportRequest) -> str:
     be read and for files whose log-probabilities are other ones, ResourceError for a full disk.
     """
     folder.check(request.directory, request.force)
+    if request.push is not None:
+        hub.check(request.push)
     source = opened(request)
     if request.gguf is not None:
         gguf.check(source.exported)
@@ -43,7 +45,8 @@ def export(request: ExportRequest) -> str:
             facts["largest_difference"] = max(each.difference for each in proofs)
             facts["compared_tokens"] = sum(each.tokens for each in proofs)
         size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-    return f"{request.directory}: {source.label}, {dtype}, {size / 1e6:,.1f} MB. {_measured(facts)}"
+    text = f"{request.directory}: {source.label}, {dtype}, {size / 1e6:,.1f} MB. {_measured(facts)}"
+    return text if request.push is None else f"{text}\n{hub.push(request.push, request.directory)}"
 
 
 def _measured(facts: Mapping[str, JsonValue]) -> str:

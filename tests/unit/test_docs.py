@@ -56,6 +56,7 @@ NOT_RUN = {
     "rl export runs/quickstart out/step100 --step grpo:100 --dtype bfloat16",
     "pip install 'duet-rl[gguf]'",
     "rl export runs/first out/first --gguf q8_0",
+    "rl export runs/first out/first --push org/first --private",
     "rl export Qwen/Qwen3-0.6B out/qwen --dtype bfloat16",
     "rl view runs/quickstart",  # test_view.py and test_viewer.py run these verbs
     "rl samples runs/quickstart 'step:100-200 reward<0.5' --sort gap",

@@ -1,17 +1,25 @@
 """`rl export` on a small model with the bytes' tokenizer, and what keeps an export from appearing."""
 
 import json
+import re
 import shutil
+from pathlib import Path
+from unittest.mock import create_autospec
 
+import huggingface_hub
 import numpy as np
 import pytest
 import safetensors.numpy
+import yaml
 from safetensors.numpy import load_file, save_file
 
 import policy
 from policy.huggingface import reload, sources
 from policy.huggingface.gguf import writer
 from rl.commands import cli
+from rl.config.run import RunConfig
+from rl.stages.export import card
+from rl.stages.export.card import Origin, Place
 from rollout.text.tokenizer import load_tokenizer
 
 ROWS = [[5, 6, 7, 8], [9, 10, 11]]
@@ -130,7 +138,8 @@ def test_one_gguf_file_is_written_and_read_like_any_model(directory, tmp_path, c
     out = tmp_path / "out"
     assert export(directory, out, "--gguf", "f16") == 0, capsys.readouterr().err
     file = out / "out-F16.gguf"
-    assert sorted(each.name for each in out.iterdir()) == ["duet_export.json", file.name]
+    names = {each.name for each in out.iterdir()}
+    assert names == {"README.md", "duet_export.json", file.name}
     before, after = policy.load(directory), policy.load(file)
     for path, weight in before.params.items():
         rounded = np.asarray(weight).astype("float16" if weight.ndim > 2 else "float32")
@@ -174,3 +183,123 @@ def test_models_that_gguf_does_not_know_are_refused_before_anything_is_written(t
     text = capsys.readouterr().err
     assert "not written as GGUF" in text and "qwen3_moe" in text
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
+
+
+class Hub:
+    """What the hub holds and was asked; its methods take what those of HfApi take."""
+
+    def __init__(self, monkeypatch, files=(), error=None):
+        self.api = create_autospec(huggingface_hub.HfApi, instance=True)
+        self.api.endpoint = "https://huggingface.co"
+        self.api.repo_exists.return_value = bool(files)
+        self.api.list_repo_files.return_value = list(files)
+        self.api.upload_folder.side_effect = error or self._take
+        self.uploaded = []
+        monkeypatch.setattr(huggingface_hub, "HfApi", lambda: self.api)
+        monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_secretsecret")
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+
+    def _take(self, *, repo_id, folder_path, commit_message, ignore_patterns):
+        names = {file.name for file in Path(folder_path).iterdir()}
+        self.uploaded.append((repo_id, names - set(ignore_patterns)))
+
+
+def test_an_export_is_pushed_in_one_commit(directory, tmp_path, capsys, monkeypatch):
+    hub = Hub(monkeypatch)
+    out = tmp_path / "out"
+    assert export(directory, out, "--push", "org/name", "--private") == 0
+    hub.api.create_repo.assert_called_once_with("org/name", private=True, exist_ok=True)
+    ((repository, names),) = hub.uploaded
+    assert repository == "org/name"
+    assert names == {file.name for file in out.iterdir()} - {"duet_export.json"}
+    assert {"README.md", "model.safetensors", "tokenizer.json"} <= names
+    printed = capsys.readouterr()
+    assert "https://huggingface.co/org/name" in printed.out
+    assert "hf_secret" not in printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        (lambda hub, patch: None, ["--push", "name"], "org/name"),
+        (lambda hub, patch: None, ["--private"], "--push"),
+        (
+            lambda hub, patch: patch.setattr(huggingface_hub, "get_token", lambda: None),
+            ["--push", "org/name"],
+            "HF_TOKEN",
+        ),
+        (
+            lambda hub, patch: setattr(
+                hub.api.whoami, "side_effect", OSError("no hf_secretsecret")
+            ),
+            ["--push", "org/name"],
+            "no \\*\\*\\*",
+        ),
+    ],
+)
+def test_what_cannot_be_pushed_is_refused_before_anything_is_written(
+    directory, tmp_path, capsys, monkeypatch, change, arguments, message
+):
+    change(Hub(monkeypatch), monkeypatch)
+    assert export(directory, tmp_path / "out", *arguments) == 2
+    text = capsys.readouterr().err
+    assert re.search(message, text) and "hf_secret" not in text
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_repository_with_files_gets_a_commit_only_with_force(
+    directory, tmp_path, capsys, monkeypatch
+):
+    hub = Hub(monkeypatch, files=[".gitattributes", "model.safetensors"])
+    assert export(directory, tmp_path / "out", "--push", "org/name") == 2
+    assert "--force" in capsys.readouterr().err and not hub.uploaded
+    assert export(directory, tmp_path / "out", "--push", "org/name", "--force") == 0
+    assert len(hub.uploaded) == 1
+
+
+def test_an_upload_that_fails_leaves_the_directory(directory, tmp_path, capsys, monkeypatch):
+    Hub(monkeypatch, error=OSError("broken pipe with hf_secretsecret"))
+    out = tmp_path / "out"
+    assert export(directory, out, "--push", "org/name") == 5
+    text = capsys.readouterr().err
+    assert "hf upload org/name" in text and "hf_secret" not in text
+    assert (out / "model.safetensors").is_file()
+
+
+def test_a_card_says_data_evaluations_and_configuration(tmp_path):
+    events = [("sft", 4, 0.25), ("grpo", 2, 0.5), ("grpo", 4, 1.0)]
+    lines = [
+        {
+            "stage": stage,
+            "step": step,
+            "metrics": {"eval/greedy_accuracy": share, "eval/problems": 100},
+        }
+        for stage, step, share in events
+    ]
+    run, source, out = tmp_path / "run", tmp_path / "source", tmp_path / "out"
+    for each in (run, source, out):
+        each.mkdir()
+    (run / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (source / "LICENSE").write_text("a licence")
+    (source / "README.md").write_text("---\nlicense: apache-2.0\ntags: [x]\n---\nThe base.\n")
+    config = RunConfig.model_validate(
+        {
+            "model": "tiny-deepseek",
+            "tokenizer": "bytes",
+            "data": {"path": "https://me:word@host/rows.jsonl"},
+            "rewards": {"functions": ["exact_answer"]},
+            "stages": [{"algorithm": "sft", "steps": 4}, {"algorithm": "grpo", "steps": 4}],
+        }
+    )
+    origin = Origin("run", "org/base", source, run, config, Place("grpo", 3))
+    card.write(out, origin, "Weights.", "transformers")
+    text = (out / "README.md").read_text()
+    front = yaml.safe_load(text.split("---")[1])
+    assert front["base_model"] == "org/base" and front["license"] == "apache-2.0"
+    assert front["tags"] == ["duet-rl", "sft", "grpo"]
+    # Wilson's interval of 25 and of 50 of 100, as in textbooks
+    assert "| sft | 4 | greedy_accuracy | 0.250 | 0.175 to 0.343 | 100 |" in text
+    assert "| grpo | 2 | greedy_accuracy | 0.500 | 0.404 to 0.596 | 100 |" in text
+    assert "1.000" not in text and "After step 3 of the stage grpo" in text
+    assert "me:word" not in text and "rows.jsonl" in text
+    assert (out / "LICENSE").read_text() == "a licence"

@@ -69,7 +69,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write one GGUF file, as llama.cpp reads it, with matrices in this type; needs "
         "`pip install 'duet-rl[gguf]'`",
     )
-    parser.add_argument("--force", action="store_true", help="replace DIR if `rl export` wrote it")
+    parser.add_argument(
+        "--push",
+        metavar="ORG/NAME",
+        help="upload DIR to this repository of the Hugging Face hub, with the token of HF_TOKEN or "
+        "of `hf auth login`",
+    )
+    parser.add_argument(
+        "--private", action="store_true", help="with --push: make a new repository private"
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace DIR if `rl export` wrote it; with --push: add a commit to a repository that "
+        "has files",
+    )
     parser.add_argument(
         "--platform",
         choices=("auto", "cpu", "tpu", "gpu"),
@@ -83,10 +97,15 @@ def run(arguments: argparse.Namespace) -> None:
     environment.choose_platform(arguments.platform)
     environment.use_program_cache(environment.default_program_cache())
     environment.leave_torch_out()
+    from rl.errors import ConfigError
+    from rl.export.hub import Target
     from rl.export.request import ExportRequest
     from rl.export.write import export
     from rl.run.health import devices
 
+    if arguments.private and not arguments.push:
+        raise ConfigError("--private: says how --push ORG/NAME makes the repository; give both")
+    push = arguments.push and Target(arguments.push, arguments.private, arguments.force)
     devices.check(arguments.platform)
     print(
         export(
@@ -98,6 +117,7 @@ def run(arguments: argparse.Namespace) -> None:
                 form=arguments.form,
                 gguf=arguments.gguf,
                 force=arguments.force,
+                push=push or None,
             )
         )
     )

@@ -58,6 +58,7 @@ class CheckpointWeights:
         self.config = load.saved(directory)
         self._step = step
         self._warned: set[Path] = set()
+        self.checkpoint: StoredCheckpoint | None = None  # the one that was read
         chosen(directory, self.config, step)  # refuses a step before prompts are read
 
     @property
@@ -168,6 +169,7 @@ class CheckpointWeights:
             for path, shape in shapes.items()
         }
         _check(checkpoint.path, arrays, template)
+        self.checkpoint = checkpoint
         print(self._line(checkpoint), file=sys.stderr, flush=True)
         store = ArrayStore()
         try:

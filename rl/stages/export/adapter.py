@@ -13,7 +13,6 @@ from policy.mesh import processes
 from policy.model import Model
 from rl.stages.export.exportable import AdapterBase, Exportable
 
-README = "README.md"
 _SHOWN = 3  # names of tensors in a note
 
 
@@ -40,7 +39,6 @@ def write_adapter(exported: Exportable, directory: Path, base: AdapterBase) -> N
         file = directory / CONFIG
         keys = json.loads(file.read_text()) | dict(base.keys)
         file.write_text(json.dumps(keys, indent=2, sort_keys=True))
-    write_readme(exported, directory, base.label, "adapter")
 
 
 def merged_model(exported: Exportable) -> Model:
@@ -58,22 +56,16 @@ def merged_model(exported: Exportable) -> Model:
     return Model(graph.with_runtime(adapter=None), merged.params)
 
 
-def write_readme(
-    exported: Exportable, directory: Path, base: str, what: Literal["adapter", "merged"]
-) -> None:
-    """Writes a line that says over which base the adapter was trained."""
-    if not processes.first():
-        return
+def describe(exported: Exportable, base: str, what: Literal["adapter", "merged"]) -> str:
+    """Returns a sentence that says over which base the adapter was trained."""
     graph = exported.model.graph
     spec = Adapters(graph).spec
     bits = graph.runtime.base_weights
     stored = f", stored in {bits}" if bits else ""
     if what == "adapter":
-        text = f"An adapter of rank {spec.rank} in the form of peft, trained over {base}{stored}."
-    else:
-        of_bits = f", dequantised from {bits}" if bits else ""
-        text = (
-            f"The weights of {base}{of_bits}, with an adapter of rank {spec.rank} merged in "
-            f"float32 and stored in {graph.runtime.param_dtype}."
-        )
-    (directory / README).write_text(f"{text}\n", encoding="utf-8")
+        return f"An adapter of rank {spec.rank} in the form of peft, trained over {base}{stored}."
+    of_bits = f", dequantised from {bits}" if bits else ""
+    return (
+        f"The weights of {base}{of_bits}, with an adapter of rank {spec.rank} merged in "
+        f"float32 and stored in {graph.runtime.param_dtype}."
+    )

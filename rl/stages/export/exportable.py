@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.config.run import ExportOptions
+from rl.stages.export.card import Origin
 
 if TYPE_CHECKING:
     from policy.model import Model
@@ -55,6 +56,10 @@ class Exportable(ABC):
     @abstractmethod
     def prompts(self) -> Sequence[Sequence[int]]:
         """Returns the token ids of the sequences whose log-probabilities are compared."""
+
+    @abstractmethod
+    def origin(self) -> Origin:
+        """Returns where the weights come from, for the model card."""
 
     @abstractmethod
     def note(self, text: str) -> None:

@@ -19,6 +19,7 @@ from rl.data.tokenizer import write_tokenizer
 from rl.errors import ModelError
 from rl.stages.export import generation, prompts
 from rl.stages.export.base import FOLDER, directory_of, is_trained
+from rl.stages.export.card import Origin, Place
 from rl.stages.export.exportable import AdapterBase, Exportable
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class ExportedRun(Exportable):
 
     stop_ids: token ids that end a completion, where the configuration names none. show: prints a
     note. media: whether rows of the run have pictures or sounds. chosen: which forms of an adapter
-    are written; None: those of the configuration.
+    are written; None: those of the configuration. place: of the checkpoint with these weights; None:
+    the run is at its end.
     """
 
     config: RunConfig
@@ -43,6 +45,7 @@ class ExportedRun(Exportable):
     show: Callable[[str], None]
     media: bool
     chosen: ExportOptions | None = None
+    place: Place | None = None
 
     @classmethod
     def of(cls, context: Context) -> ExportedRun:
@@ -88,6 +91,15 @@ class ExportedRun(Exportable):
 
     def prompts(self) -> Sequence[Sequence[int]]:
         return on_first(lambda: prompts.of_run(self.config.directory, self.model, self.tokenizer))
+
+    def origin(self) -> Origin:
+        config = self.config
+        is_here = Path(config.model.source).exists()
+        repository = None if is_here else hub_name(config.model.source)
+        base = None if repository is None else repository.name
+        return Origin(
+            config.directory.name, base, self.source(), config.directory, config, self.place
+        )
 
     def note(self, text: str) -> None:
         self.show(text)

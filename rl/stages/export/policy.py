@@ -28,6 +28,7 @@ def write_policy(exported: Exportable, directory: Path) -> list[Proof]:
 
     if not adapter.has_adapter(exported.model):
         write_model(exported, exported.model, directory)
+        write_card(exported, directory, _plain(exported), "transformers")
         return proof.check_model(exported, exported.model, directory)
     write_base = partial(write_model, exported, exported.model)
     base = exported.base(directory, write_base)
@@ -35,14 +36,35 @@ def write_policy(exported: Exportable, directory: Path) -> list[Proof]:
     if exported.forms.adapter:
         adapter.write_adapter(exported, directory, base)
         write_texts(exported, directory)
+        sentence = adapter.describe(exported, base.label, "adapter")
+        write_card(exported, directory, sentence, "peft")
         proofs += proof.check_adapter(exported, directory)
     if exported.forms.merged:
         merged = directory / MERGED if exported.forms.adapter else directory
         model = adapter.merged_model(exported)
         write_model(exported, model, merged)
-        adapter.write_readme(exported, merged, base.label, "merged")
+        sentence = adapter.describe(exported, base.label, "merged")
+        write_card(exported, merged, sentence, "transformers")
         proofs += proof.check_model(exported, model, merged)
     return proofs
+
+
+def write_card(exported: Exportable, directory: Path, sentence: str, library: str) -> None:
+    """Writes the model card and copies the licence of the base."""
+    from policy.mesh import processes
+    from rl.stages.export import card
+
+    if processes.first():
+        card.write(directory, exported.origin(), sentence, library)
+
+
+def _plain(exported: Exportable) -> str:
+    """Returns a sentence that says what a directory without an adapter holds."""
+    origin = exported.origin()
+    how = "trained by" if origin.config is not None else "as exported by"
+    dtype = exported.model.graph.runtime.param_dtype
+    model = origin.base or (origin.config and origin.config.model.source) or origin.title
+    return f"The weights of {Path(model).name if origin.base is None else model}, {how} Duet, in {dtype}."
 
 
 def write_model(exported: Exportable, model: Model, directory: Path) -> None:
