@@ -3,6 +3,7 @@ decoded."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -39,6 +40,7 @@ class _Progress:
     total: int
     finished: int
     shares: list[float] = field(default_factory=list)
+    timed: int = 0
     began: float = field(default_factory=time.monotonic)
     shown: float = field(default_factory=time.monotonic)
 
@@ -47,14 +49,16 @@ class _Progress:
         self.shares += [share] if np.isfinite(share) else []
         self.finished += 1
         now = time.monotonic()
-        if now - self.shown >= _PROGRESS_S:
+        if not self.timed:
+            self.began = now  # programs were compiled before
+        self.timed += 1
+        if now - self.shown >= _PROGRESS_S and self.timed > 1:
             self.shown = now
-            rate = (now - self.began) / max(1, len(self.shares))
-            left = rate * (self.total - self.finished)
+            left = (now - self.began) / (self.timed - 1) * (self.total - self.finished)
             accuracy = f", accuracy {np.mean(self.shares):.3f}" if self.shares else ""
             print(
                 f"{self.name}: {self.finished:,} of {self.total:,} problems{accuracy}, about "
-                f"{left / 60:.0f} min left",
+                f"{math.ceil(left / 60)} min left",
                 file=sys.stderr,
                 flush=True,
             )

@@ -23,16 +23,16 @@ def identity(name: str, directory: Path, checkpoint: str | None, dtype: str) -> 
 
 
 def fingerprint(directory: Path) -> str:
-    """Returns a text that differs for directories with other weights or another configuration, by
-    the sizes of their files and blocks of these."""
+    """Returns a text that differs for directories (or GGUF files) with other weights or another
+    configuration, by the sizes of their files and blocks of these."""
     digest = hashlib.sha256()
-    for file in sorted(directory.glob("*")):
+    for file in [directory] if directory.is_file() else sorted(directory.glob("*")):
         if file.suffix in (".safetensors", ".gguf") or file.name.endswith("config.json"):
             size = file.stat().st_size
             digest.update(f"{file.name} {size}\n".encode())
+            step = max(_BLOCK, size // _BLOCKS)
             with file.open("rb") as content:
-                for number in range(min(_BLOCKS, -(-size // _BLOCK))):
-                    content.seek(size * number // _BLOCKS if size > _BLOCKS * _BLOCK
-                                 else number * _BLOCK)  # fmt: skip
+                for start in range(0, size, step):
+                    content.seek(start)
                     digest.update(content.read(_BLOCK))
     return digest.hexdigest()[:16]

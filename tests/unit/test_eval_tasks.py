@@ -12,6 +12,7 @@ from rewards.registry import answer_of
 from rl.data.encoding import ExampleEncoder
 from rl.errors import ConfigError, DataError
 from rl.evaluation import prepare, task
+from rl.evaluation.model import fingerprint
 from rl.evaluation.prepare import EvalFlags
 from rollout import SamplingParams
 from rollout.text.tokenizer import load_tokenizer
@@ -249,3 +250,20 @@ def test_one_file_has_no_shots(encoder):
     ready = prepare.prepared("gsm8k", task.read("gsm8k"), flags, encoder, SamplingParams(n=1))
     assert len(ready.problems) == 2
     assert [each.example.columns["answer"] for each in ready.problems] == ["45", "1,050"]
+
+
+def test_weights_are_told_apart_by_their_content(tmp_path):
+    file = tmp_path / "model.safetensors"
+    content = bytearray(3_000_000)
+    file.write_bytes(content)
+    first = fingerprint(tmp_path)
+    (tmp_path / "README.md").write_text("other texts do not count")
+    assert fingerprint(tmp_path) == first
+    step = len(content) // 256  # a block of each step is read
+    content[5 * step + 3] = 1
+    file.write_bytes(content)
+    assert fingerprint(tmp_path) != first
+    (tmp_path / "config.json").write_text("{}")
+    single = tmp_path / "x.gguf"
+    single.write_bytes(b"GGUF")
+    assert fingerprint(single) != fingerprint(tmp_path)
