@@ -10,7 +10,6 @@ R rows, L tokens of a row, n tokens of a text, k likeliest tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,8 +31,6 @@ TOKENS = 512
 """Tokens of all rows of a program, unless one row has more."""
 ROWS = (1, 4, 16)
 """Numbers of rows of programs."""
-SIZES = (1, MOST_TOP_LOGPROBS)
-"""Numbers of likeliest tokens that programs name."""
 
 
 class Text(NamedTuple):
@@ -50,22 +47,17 @@ class TokenScorer:
     def __init__(self, graph: Graph, max_length: int):
         self._graph = graph
         self._max_length = max_length
-        self._programs = {
-            k: CompiledCache(jax.jit(partial(self._scores, k)), graph.layout.platform)
-            for k in SIZES
-        }
+        self._program = CompiledCache(jax.jit(self._scores), graph.layout.platform)
 
     def score(self, params: dict[str, Any], texts: Sequence[Text], k: int) -> list[TokenScores]:
         """Returns the scores of each text, with its k likeliest tokens in each place, from these
         weights."""
         results: list[TokenScores] = []
-        size = min(size for size in SIZES if size >= k)
         for group in self._groups(texts):
             L = self._length(max(len(text.tokens) for text in group))
             tokens_RL, lengths_R, media = self._inputs(group, L)
             more = () if media is None else (media,)
-            program = self._programs[size]
-            top = program(params, tokens_RL, lengths_R, *more)
+            top = self._program(params, tokens_RL, lengths_R, *more)
             top = jax.tree.map(np.asarray, block_on_cpu_mesh(top, self._graph.layout))
             results += [self._of_row(top, row, text, k) for row, text in enumerate(group)]
         return results
@@ -122,13 +114,13 @@ class TokenScorer:
         likeliest[unpredicted] = np.nan
         return TokenScores(logprobs, ids, likeliest)
 
-    def _scores(self, k: int, params, tokens_RL, lengths_R, media=None) -> TopTokens:
+    def _scores(self, params, tokens_RL, lengths_R, media=None) -> TopTokens:
         graph = self._graph
         layout = graph.layout
         L = tokens_RL.shape[1]
         segments = (jnp.arange(L) < lengths_R[:, None]).astype(jnp.int32)
         tokens, segments = (constrain(a, ("batch", None), layout) for a in (tokens_RL, segments))
-        k = min(k, graph.config.vocab_size)
+        k = min(MOST_TOP_LOGPROBS, graph.config.vocab_size)
         with graph.precision():
             decoder = graph.decoder(params)
             step = modes.make_step(tokens, segments=segments, media=media)

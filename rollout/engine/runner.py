@@ -60,8 +60,9 @@ DELTAS = 1
 # Follows the number of likeliest tokens in the shape of a decode that records them
 # (DecodeState.tops).
 TOPS = 2
-# The numbers of likeliest tokens that decodes record: few, so that few programs are compiled.
-TOP_SIZES = (0, 1, 5, MOST_TOP_LOGPROBS)
+# The numbers of likeliest tokens that decodes record. One and twenty cost the same, so there are no
+# programs between them.
+TOP_SIZES = (0, MOST_TOP_LOGPROBS)
 
 
 class Widths(NamedTuple):

@@ -202,6 +202,14 @@ def test_every_token_that_ends_a_completion_may_end_it_where_the_text_is_complet
         assert re.fullmatch("(ab){2,}", each.text)
 
 
+def test_a_text_that_is_complete_before_min_tokens_ends():
+    """vLLM's issue 53665: together they left no token."""
+    params = params_of(Constraint("regex", "true|false"), min_tokens=20, n=4)
+    [group] = generator_of("subwords").generate([[5]], params)
+    for each in group:
+        assert each.text in ("true", "false") and each.finish == "stop"
+
+
 def test_the_end_of_sequence_ends_a_text_that_could_go_on():
     generator = generator_of()
     params = params_of(Constraint("regex", "(ab)*"), stop_token_ids=(), logit_bias={2: 100.0})
