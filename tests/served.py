@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from rl.data.media import processors_of
 from rl.serve.app import application
 from rl.serve.service import ServerLimits, Service
 from rollout import Generator, GeneratorOptions
+from rollout.adapter_pool import AdapterPool
 from rollout.text.tokenizer import characters, load_tokenizer
 
 SMALL = {
@@ -74,14 +75,18 @@ def serving(
     limits: ServerLimits = ServerLimits(),
     max_length: int = 128,
     media: bool = False,
+    adapters: Mapping[str, Path] | None = None,
     **options,
 ):
     """Serves a model at a free port while the block lasts. media: with its towers."""
     tokenizer = load_tokenizer(directory)
     processors = processors_of(directory, tokenizer) if media else None
     settings = {"tokens_per_dispatch": 4, "prefill_chunk": 64, "batch_sizes": (1,)} | options
+    model = policy.load(directory, media=media)
+    pool = AdapterPool(model, adapters) if adapters else None
     generator = Generator(
-        policy.load(directory, media=media),
+        pool.model if pool else model,
+        adapters=pool,
         max_length=max_length,
         slots=4,
         tokenizer=tokenizer,

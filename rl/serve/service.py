@@ -86,6 +86,7 @@ class Service:
     ):
         """processors: what reads pictures for the model; None: it reads texts only."""
         self.name = name
+        self.adapters = () if generator.adapters is None else generator.adapters.names
         self.limits = limits
         self.created = int(time.time())
         self.max_length = generator.max_length
@@ -119,10 +120,16 @@ class Service:
         """Returns how many completions have a slot."""
         return min(self._completions, self._slots)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of the model and of its adapters."""
+        return (self.name, *self.adapters)
+
     def check_model(self, name: str | None) -> None:
         """Raises ApiError for the name of another model."""
-        if name is not None and name != self.name:
-            message = f"the model {name!r} does not exist; this server has {self.name!r}"
+        if name is not None and name not in self.names:
+            known = ", ".join(map(repr, self.names))
+            message = f"the model {name!r} does not exist; this server has {known}"
             raise ApiError(404, message, "model", "model_not_found")
 
     async def with_tokenizer(self, function: Callable[[Tokenizer], T]) -> T:
@@ -176,11 +183,12 @@ class Service:
         params: SamplingParams,
         draw: int,
         *,
+        model: str | None = None,
         special: bool = False,
     ) -> Generation:
         """Returns the completions of prompts, `params.n` of each, before they start. draw: the
-        number that their draws are seeded with. special: special tokens are a part of the texts.
-        Raises ApiError if the queue is full."""
+        number that their draws are seeded with. model: the name that the client gives. special:
+        special tokens are a part of the texts. Raises ApiError if the queue is full."""
         count = len(prompts) * params.n
         if count > self._slots + self.limits.queue:
             most = self._slots + self.limits.queue
@@ -192,6 +200,8 @@ class Service:
         requests = [
             prompt.request(params, draw, sample) for prompt in prompts for sample in range(params.n)
         ]
+        for request in requests:
+            request.adapter = model if model in self.adapters else None
         return Generation(self, Job(requests, exact=self._exact), special)
 
     def close(self) -> None:

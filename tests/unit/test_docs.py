@@ -52,6 +52,7 @@ NOT_RUN = {
     "pip install -e '.[serve,constraints]'",
     "rl serve runs/first",  # test_serve_verb.py
     "rl serve models/smollm2 --slots 8",
+    "rl serve models/smollm2 --adapter sql=adapters/sql --adapter chat=adapters/chat",
     "rl export runs/quickstart out/quickstart",  # test_export_verb.py
     "rl export runs/quickstart out/step100 --step grpo:100 --dtype bfloat16",
     "pip install 'duet-rl[gguf]'",

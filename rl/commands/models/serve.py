@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl.commands import environment, sampled_model
-from rl.errors import ConfigError
+from rl.errors import ConfigError, ModelError
 from rl.listener import address_of, bound, loopback
 
 if TYPE_CHECKING:
+    from policy.model import Model
     from rollout import Generator
+    from rollout.adapter_pool import AdapterPool
     from rollout.media.processors import Processors
     from rollout.text.interface import Tokenizer
 
@@ -48,6 +51,13 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file with the key that requests must have (that of DUET_API_KEY, or none); a host "
         "that other machines reach needs one",
+    )
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=DIRECTORY",
+        help="adapter of PEFT that requests choose as the model NAME; may be given several times",
     )
     parser.add_argument("--name", metavar="NAME", help="name of the model (that of its folder)")
 
@@ -188,20 +198,48 @@ def _load(arguments: argparse.Namespace) -> _Served:
     source.check_length(max_length, "--max-length", "Lower --max-length")
     processors = source.processors
     model = source.load(media=processors is not None)
+    adapters = _adapters(model, arguments.adapter)
     options = GeneratorOptions(
         tokens_per_dispatch=TOKENS_PER_DISPATCH,
-        batch_sizes=(1, max(1, arguments.slots // 4)),  # others cost more to compile than they save
+        # Others cost more to compile than they save, and adapters copy rows where they take turns.
+        batch_sizes=() if adapters else (1, max(1, arguments.slots // 4)),
         exact=arguments.exact,
         queue="arrival",
     )
     sizes = {"max_length": max_length, "slots": arguments.slots}
     try:
-        generator = Generator(model, **sizes, tokenizer=tokenizer, options=options)
+        generator = Generator(
+            adapters.model if adapters else model,
+            **sizes,
+            tokenizer=tokenizer,
+            options=options,
+            adapters=adapters,
+        )
     except ValueError as error:
         raise ConfigError(f"--max-length: {error}") from None
     generator.compile_ahead(max_length, [source.params])
     name = arguments.name or Path(arguments.model).resolve().name
+    if adapters and name in adapters.names:
+        raise ConfigError(f"--adapter {name}=...: the model itself has this name; see --name")
     return _Served(name, tokenizer, generator, source.params.stop_token_ids, processors)
+
+
+def _adapters(model: Model, named: Sequence[str]) -> AdapterPool | None:
+    """Reads the adapters of the command line. Raises ConfigError for one without a name, ModelError
+    for one that cannot be read or does not fit."""
+    from policy.huggingface.tensorfiles import ModelFileError
+    from rollout.adapter_pool import AdapterPool
+
+    directories = {}
+    for text in named:
+        name, _, directory = text.partition("=")
+        if not name or not directory or name in directories:
+            raise ConfigError(f"--adapter {text}: write NAME=DIRECTORY, each name once")
+        directories[name] = os.path.expanduser(directory)
+    try:
+        return AdapterPool(model, directories) if directories else None
+    except (ModelFileError, ValueError) as error:
+        raise ModelError(f"--adapter: {error}") from None
 
 
 def _with_template(tokenizer: Tokenizer, file: str | None) -> Tokenizer:

@@ -141,7 +141,7 @@ class _ChatAnswer:
         self._common = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": service.name,
+            "model": body.model or service.name,
         }
 
     async def body(self) -> dict[str, Any]:

@@ -71,7 +71,7 @@ async def completions(request: Request) -> Response:
     scored = body.logprobs if body.echo else None
     params = replace(params, top_logprobs=body.logprobs, prompt_logprobs=scored)
     await service.check_params(params, body.constraint_field)
-    generation = service.generation(prompts, params, draw_number(body.seed))
+    generation = service.generation(prompts, params, draw_number(body.seed), model=body.model)
     answer = _CompletionAnswer(service, body, generation)
     if body.stream:
         return openai_events(answer.events())
@@ -94,7 +94,7 @@ class _CompletionAnswer:
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": service.name,
+            "model": body.model or service.name,
         }
         count = len(generation.job.requests)
         self._logprobs = [LegacyLogprobs(service.spelling) for _ in range(count)]

@@ -198,7 +198,7 @@ class MessagesBody(PromptBody):
     @property
     def sampling(self) -> SamplingFields:
         """Returns how tokens are drawn."""
-        fields = self.model_dump(include={"temperature", "top_p", "top_k"})
+        fields = self.model_dump(include={"model", "temperature", "top_p", "top_k"})
         form = self.output_config.format or self.output_format
         if form is not None:
             schema = {"schema": form.schema_}
@@ -260,7 +260,9 @@ async def messages(request: Request) -> Response:
         must_call=body.choice.must_call,
         continued=body.continued,
     )
-    answer = _MessagesAnswer(service, BlockAnswer(await answering(service, question)))
+    answer = _MessagesAnswer(
+        body.model or service.name, BlockAnswer(await answering(service, question))
+    )
     if body.stream:
         return named_events(answer.events())
     return JSONResponse(await while_connected(request, answer.body()))
@@ -288,9 +290,9 @@ async def count_tokens(request: Request) -> Response:
 class _MessagesAnswer:
     """The answer to a request, at once or in events."""
 
-    def __init__(self, service: Service, answer: BlockAnswer):
+    def __init__(self, name: str, answer: BlockAnswer):
         self._answer = answer
-        self._name = service.name
+        self._name = name
         self._id = f"msg_{secrets.token_hex(12)}"
 
     async def body(self) -> dict[str, Any]:

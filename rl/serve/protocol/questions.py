@@ -72,7 +72,9 @@ async def answering(service: Service, question: Question) -> Answering:
         prompts = [await service.with_pictures(rendered.expanded)]
     reading = None if template is None else CallReading(template, rendered.prefix, tools)
     draw = draw_number(question.sampling.seed)
-    generation = service.generation(prompts, params, draw, special=reading is not None)
+    generation = service.generation(
+        prompts, params, draw, model=question.sampling.model, special=reading is not None
+    )
     replies = [reading.reply() if reading else Reply() for _ in range(params.n)]
     return Answering(generation, replies)
 

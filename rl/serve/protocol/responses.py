@@ -251,7 +251,7 @@ class _ResponsesAnswer:
     def __init__(self, service: Service, body: ResponsesBody, answer: BlockAnswer):
         self._answer = answer
         self._body = body
-        self._name = service.name
+        self._name = body.model or service.name
         self._id = f"resp_{secrets.token_hex(12)}"
         self._created = time.time()
         self._items: list[str] = []
