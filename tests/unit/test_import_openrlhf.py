@@ -122,6 +122,20 @@ def test_dpo_in_a_document_of_a_shell():
     assert (config.max_length, config.run.checkpoint_every) == (8192, 0)
 
 
+def test_the_names_of_their_distillation_script(tmp_path):
+    script = tmp_path / "kd.sh"
+    script.write_text(
+        "deepspeed --module openrlhf.cli.train_kd --model_name_or_path a/b --teacher_model c/d "
+        "--ckpt_save_path kept --dataset e/f\n"
+    )
+    config = config_of("openrlhf", script)
+    assert config.teacher is not None
+    assert (config.model.source, config.teacher.source) == ("a/b", "c/d")
+    draft = draft_of("openrlhf", script)
+    assert draft.fate_of("model.model_name_or_path") == "mapped"
+    assert draft.fate_of("ckpt.output_dir") == "left"
+
+
 def test_sft_on_two_datasets():
     config = config_of("openrlhf", OPENRLHF / "sft.sh")
     assert [data.weight for data in config.data] == [0.7, 0.3]

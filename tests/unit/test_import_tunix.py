@@ -139,6 +139,7 @@ def test_an_override_file_over_another(tmp_path):
         f"{ACTOR}.init_value=1e-7",
         "rl_training_config.mini_batch_size=3",
         "env_class_path=my.Env",
+        "agentic_config.max_turns=3",
         "training_mode=agentic_grpo agentic_grpo_config.off_policy_steps=2",
     ],
 )

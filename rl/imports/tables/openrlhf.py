@@ -242,6 +242,7 @@ TABLES: dict[str, dict[str, Rule]] = {
 
 _BOTH = {
     "save_path": "ckpt.output_dir",
+    "ckpt_save_path": "ckpt.output_dir",
     "ckpt_path": "ckpt.path",
     "save_steps": "ckpt.save_steps",
     "save_hf_ckpt": "ckpt.save_hf",
@@ -363,6 +364,7 @@ OLDER: dict[str, str] = {
     "lambd": "algo.advantage.lambd",
     "no_advantage_std_norm": "algo.advantage.no_std_norm",
     "enable_vllm_is_correction": "algo.advantage.is_correction_enable",
+    "vllm_enable_is_correction": "algo.advantage.is_correction_enable",
     "vllm_is_correction_type": "algo.advantage.is_correction_type",
     "vllm_is_truncated_threshold": "algo.advantage.is_correction_threshold",
     "use_icepop": "algo.advantage.use_icepop",
@@ -395,6 +397,7 @@ OLDER: dict[str, str] = {
 OLDER_OFFLINE: dict[str, str] = {
     **_BOTH,
     "pretrain": "model.model_name_or_path",
+    "model_name_or_path": "model.model_name_or_path",
     "learning_rate": "adam.lr",
     "adam_betas": "adam.betas",
     "l2": "adam.weight_decay",

@@ -187,6 +187,10 @@ TABLE: dict[str, Rule] = {
     **_under("agentic_grpo_config", _GRPO),
     **_under("ppo_config", _PPO),
     **_under("agentic_ppo_config", _PPO),
+    **{
+        f"agentic_config{rest}": Refuse("Tunix 0.1.7 calls this section agentic_grpo_config")
+        for rest in ("", ".*")
+    },
     "agentic_grpo_config": Joint(),
     "agentic_ppo_config": Joint(),
     "training_mode": Joint(),
