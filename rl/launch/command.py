@@ -46,9 +46,12 @@ def launch(arguments: argparse.Namespace, files: list[str], overrides: list[str]
     job = replace(job, extras=_extras(arguments, config))
     launched = KINDS[kind](job)
     texts = {**launched.files, f"{FILES}/{RUN_FILE}": config.yaml}
-    copied = {f"{FILES}/{name}": path for name, path in folder.names(config.local).items()}
-    written = folder.write(arguments.output, texts, copied, force=arguments.force)
     remarks = [*launched.remarks, *config.remarks, *_remarks(kind, job, config)]
+    copied = {}
+    if kind != "slurm":  # whose nodes see the folder of the command line
+        copied = {f"{FILES}/{path.as_posix()}": path for path in config.local}
+        remarks += config.left_out
+    written = folder.write(arguments.output, texts, copied, force=arguments.force)
     print(_summary(job, launched, remarks, arguments.output, written))
     return 0
 

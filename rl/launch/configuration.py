@@ -22,13 +22,15 @@ _LARGEST = 64 * 2**20
 class LaunchedConfig:
     """yaml: the file of the run. local: files and folders of this machine that the run reads, by
     their relative paths. extras: of the wheel, that its keys need. is_remote: whether it names a
-    remote folder. remarks: what differs from the configuration, and what is not copied."""
+    remote folder. remarks: what differs from the configuration. left_out: remarks on files that
+    cannot be copied."""
 
     yaml: str
     local: list[Path]
     extras: list[str]
     is_remote: bool
     remarks: list[str]
+    left_out: list[str]
 
 
 def launched_config(
@@ -56,8 +58,8 @@ def launched_config(
     _check_mesh(config, machines)
     local, left_out = _local_files(config)
     is_remote = config.run.remote is not None
-    remarks += left_out
-    return LaunchedConfig(resolved_yaml(config), local, _extras(config), is_remote, remarks)
+    extras = _extras(config)
+    return LaunchedConfig(resolved_yaml(config), local, extras, is_remote, remarks, left_out)
 
 
 def _extras(config: RunConfig) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rl.errors import ConfigError
@@ -74,8 +74,3 @@ def _ours(path: Path, content: bytes, known: str | None) -> bool:
 
 def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def names(paths: Sequence[Path]) -> dict[str, Path]:
-    """Returns each relative path by its text."""
-    return {path.as_posix(): path for path in paths}

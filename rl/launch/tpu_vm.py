@@ -27,7 +27,19 @@ zone={zone}
 nodes=({nodes})
 
 tpus() {{ gcloud compute tpus "$@" --project="$project" --zone="$zone"; }}
-state() {{ tpus queued-resources describe {name} --format='value(state.state)' 2> /dev/null; }}
+
+# Prints the state of the queued resource: NONE if there is none, UNKNOWN if nobody answers.
+state() {{
+    local text
+    if text=$(tpus queued-resources describe {name} --format='value(state.state)' 2> gcloud.log); then
+        echo "$text"
+    elif grep -q NOT_FOUND gcloud.log; then
+        echo NONE
+    else
+        cat gcloud.log >&2
+        echo UNKNOWN
+    fi
+}}
 create() {{
     {create}
 }}
@@ -48,10 +60,10 @@ for ((start = 0; start <= {restarts}; start++)); do
             tpus queued-resources delete {name} --force --quiet
             create || exit 5
             ;;
-        '') create || exit 5 ;;
+        NONE) create || exit 5 ;;
     esac
     until [ "$(state)" = ACTIVE ]; do
-        case $(state) in SUSPENDED | FAILED) continue 2 ;; esac
+        case $(state) in SUSPENDED | FAILED | NONE) continue 2 ;; esac
         echo "waiting for the TPU VMs"
         sleep 30
     done

@@ -268,6 +268,8 @@ def test_the_configuration_is_that_of_the_machines_with_the_files_that_it_names(
     assert (files / "mine" / "own.py").is_file()
     told = capsys.readouterr().out
     assert "platform: tpu (the configuration says cpu)" in told and "mesh.dcn.data: -1" in told
+    assert launch("slurm", "gpu:2", "slurm", *options) == 0
+    assert [path.name for path in (tmp_path / "slurm" / "files").iterdir()] == ["run.yml"]
     docker = (tmp_path / "out" / "Dockerfile.tpu").read_text()
     assert "COPY files/ ./" in docker and "[tpu]" in docker
 
@@ -490,7 +492,9 @@ def run_tpu_vm(directory, states, codes) -> tuple[int, list[str]]:
         folder,
         "gcloud",
         f'echo "$*" >> {log}\n'
-        f'case "$*" in\n*describe*) {take.format(directory / "states")} ;;\n'
+        f'case "$*" in\n*describe*) state=$({take.format(directory / "states")})\n'
+        '  case "$state" in none) echo "NOT_FOUND: no such resource" >&2; exit 1 ;;\n'
+        '  away) echo "timed out" >&2; exit 1 ;; *) echo "$state" ;; esac ;;\n'
         f"*duet.code*) line=$({take.format(directory / 'codes')})\n"
         '  [ "$line" = gone ] && exit 255\n'
         '  for code in $line; do echo "code $code"; done ;;\nesac',
@@ -510,11 +514,12 @@ def run_tpu_vm(directory, states, codes) -> tuple[int, list[str]]:
 @pytest.mark.parametrize(
     ("states", "codes", "ended", "creations", "deletions"),
     [
-        (["", "WAITING_FOR_RESOURCES", "", "ACTIVE"], [[0, 0]], 0, 1, 0),
-        (["", "ACTIVE"], [[3, 76]], 3, 1, 0),
+        (["none", "WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "ACTIVE"], [[0, 0]], 0, 1, 0),
+        (["none", "ACTIVE"], [[3, 76]], 3, 1, 0),
         (["ACTIVE", "ACTIVE", "ACTIVE", "ACTIVE"], [[75, 76], [0, 0]], 0, 0, 0),
-        (["", "ACTIVE", "SUSPENDED", "ACTIVE"], [["gone"], [0, 0]], 0, 2, 1),
+        (["none", "ACTIVE", "SUSPENDED", "ACTIVE"], [["gone"], [0, 0]], 0, 2, 1),
         (["ACTIVE"] * 6, [[75, 75]] * 3, 76, 0, 0),
+        (["away", "away", "away", "ACTIVE"], [[0, 0]], 0, 0, 0),
     ],
 )
 def test_tpu_vms_are_created_again_after_a_preemption_and_the_code_is_that_of_the_run(
@@ -536,7 +541,7 @@ def test_tpu_vms_are_created_again_after_a_preemption_and_the_code_is_that_of_th
 
 def test_several_slices_of_tpu_vms_are_nodes_of_one_resource(tmp_path):
     assert launch("tpu-vm", "2xv5p:4x4x16", tmp_path, "--reservation", "r") == 0
-    _, calls = run_tpu_vm(tmp_path, ["", "ACTIVE"], [[0], [0]])
+    _, calls = run_tpu_vm(tmp_path, ["none", "ACTIVE"], [[0], [0]])
     (created,) = [call for call in calls if "queued-resources create" in call]
     assert "--node-count=2 --node-prefix=quickstart --type=v5p --topology=4x4x16" in created
     assert created.startswith("alpha compute tpus") and "--reservation=r" in created
