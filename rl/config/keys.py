@@ -87,7 +87,8 @@ def unknown_key(path: tuple, value: object, siblings: list[str]) -> str:
     path: of the unknown key. value: its value, whose keys are explained too. siblings: valid keys
     of the section.
     """
-    if _SECRET.search(str(path[-1])) and str(path[-1]) not in FOREIGN:
+    name = str(path[-1])
+    if isinstance(value, str) and _SECRET.search(name) and name not in FOREIGN:
         section = next((name for name in _VARIABLES if name in path), "")
         return (
             "no secret stands in a configuration, which is printed and saved; set the environment "
