@@ -20,6 +20,8 @@ from rollout import Generator
 from rollout.request import Request
 from rollout.types import TokenScores
 
+_LONGEST_STEP = 10.0  # seconds to wait for a step when the server ends
+
 
 @dataclass(frozen=True)
 class NewTokens:
@@ -130,9 +132,9 @@ class EngineThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Drops all jobs and ends the thread after its step."""
+        """Drops all jobs and ends the thread after its step; a step that takes long is left."""
         self._messages.put(self._close)
-        self._thread.join()
+        self._thread.join(_LONGEST_STEP)
 
     def submit(self, job: Job) -> None:
         """Starts the requests of a job as soon as there are slots for them."""

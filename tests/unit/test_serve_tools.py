@@ -90,9 +90,17 @@ def test_without_tools_the_text_is_the_content(client):
 
 
 def test_a_call_that_is_cut_off_is_no_call(client):
-    [choice] = client.chat.completions.create(**CHAT, max_tokens=8).choices
-    assert len(choice.message.tool_calls) == 1
-    assert choice.finish_reason == "length"
+    for most in range(1, 13):
+        [choice] = client.chat.completions.create(**CHAT, max_tokens=most).choices
+        assert choice.finish_reason == ("length" if most < 12 else "tool_calls")
+        assert len(choice.message.tool_calls or ()) == (most > 5) + (most > 8)
+        content = ""
+        calls = []
+        for chunk in client.chat.completions.create(**CHAT, max_tokens=most, stream=True):
+            content += chunk.choices[0].delta.content or ""
+            calls += chunk.choices[0].delta.tool_calls or ()
+        assert content == (choice.message.content or "")
+        assert len(calls) == len(choice.message.tool_calls or ())
 
 
 def test_results_go_back_to_the_model(client):

@@ -1,0 +1,137 @@
+"""Limits of `rl serve`, broken connections, and exact completions."""
+
+import concurrent.futures
+import contextlib
+import socket
+import time
+
+import openai
+import pytest
+from served import KEY, save_model, serving
+
+import policy
+from rl.serve.service import ServerLimits
+from rollout import Generator, GeneratorOptions, SamplingParams
+from rollout.text.tokenizer import load_tokenizer
+
+LONG = {"prompt": "go", "max_tokens": 120, "logit_bias": {"2": -100}}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    save_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(directory):
+    limits = ServerLimits(queue=2, body=10_000)
+    with serving(directory, limits) as server:
+        yield server
+
+
+def exchange(server, *parts):
+    """Sends bytes over a socket of its own; returns what comes back until it is closed."""
+    received = b""
+    with (
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection,
+        contextlib.suppress(BrokenPipeError, ConnectionResetError),
+    ):
+        try:
+            for part in parts:
+                connection.sendall(part)
+            connection.shutdown(socket.SHUT_WR)
+        except OSError:  # the server has closed the connection
+            pass
+        while piece := connection.recv(1 << 16):
+            received += piece
+    return received
+
+
+def head(method, path, *lines):
+    text = (f"{method} {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", *lines)
+    return ("\r\n".join(text) + "\r\n\r\n").encode()
+
+
+def test_more_completions_than_the_queue_holds_are_refused(server):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(server.post, "/v1/completions", LONG | {"n": 3}) for _ in range(2)]
+        while server.service.waiting < 2:
+            time.sleep(0.005)
+        refused = server.post("/v1/completions", LONG)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"]
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert [each.result().status_code for each in waiting] == [200, 200]
+    too_many = server.post("/v1/completions", LONG | {"n": 7})
+    assert too_many.status_code == 400
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+MALFORMED = {
+    "no HTTP": (b"hello\r\n\r\n",),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n",),
+    "another protocol": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",),
+    "a wrong length": (head("POST", "/tokenize", "Content-Length: x"),),
+    "a huge header": (head("GET", "/v1/models", f"X: {'a' * 200_000}"),),
+    "both lengths": (
+        head("POST", "/tokenize", "Content-Length: 3", "Transfer-Encoding: chunked"),
+        b"0\r\n\r\n",
+    ),
+    "half a body": (head("POST", "/v1/completions", "Content-Length: 100"), b'{"prompt'),
+    "nothing": (b"",),
+    "a method": (head("BREW", "/v1/models"),),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_what_is_malformed_hurts_nobody(server, case):
+    received = exchange(server, *MALFORMED[case])
+    status = received.split(b" ")[1:2]
+    assert status in ([], [b"400"], [b"405"], [b"431"]), received[:200]
+    assert server.post("/tokenize", {"prompt": "a"}).status_code == 200
+
+
+def test_a_body_in_chunks_has_the_same_limit(server):
+    chunks = [b"%x\r\n%s\r\n" % (4000, b" " * 4000)] * 4
+    start = head("POST", "/v1/completions", "Transfer-Encoding: chunked")
+    received = exchange(server, start, *chunks, b"0\r\n\r\n")
+    assert b" 413 " in received.split(b"\r\n")[0]
+
+
+def test_a_failed_step_ends_a_stream_with_its_error(server, monkeypatch, capfd):
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+    stream = client.completions.create(model="tiny", stream=True, **LONG)
+    next(stream)
+
+    def fail():
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(server.generator.engine, "collect", fail)
+    with pytest.raises(openai.APIError, match="RuntimeError"):
+        list(stream)
+    monkeypatch.undo()
+    assert "no device" in capfd.readouterr().err
+    assert server.idle()
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_exact_completions_are_those_of_training_to_the_last_bit(directory):
+    tokenizer = load_tokenizer(directory)
+    options = GeneratorOptions(exact=True, tokens_per_dispatch=16)
+    generator = Generator(
+        policy.load(directory), max_length=128, slots=2, tokenizer=tokenizer, options=options
+    )
+    params = SamplingParams(n=2, max_new_tokens=20, stop_token_ids=(2,), top_logprobs=2)
+    [expected] = generator.generate(["exact"], params, ids=[7])
+    with serving(directory, exact=True) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+        question = {"model": "tiny", "prompt": "exact", "max_tokens": 20, "n": 2, "seed": 7}
+        answer = client.completions.create(**question, logprobs=2)
+        texts = {0: "", 1: ""}
+        for chunk in client.completions.create(**question, stream=True):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+    for choice, completion in zip(answer.choices, expected, strict=True):
+        assert choice.text == completion.text == texts[choice.index]
+        assert choice.logprobs.token_logprobs == completion.scores.logprobs.tolist()
