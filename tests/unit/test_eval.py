@@ -242,6 +242,7 @@ def test_tasks_are_measured_on_rows_in_a_folder(directory, tmp_path, capsys):
     weights = [json.loads(line)["counts"]["instruction_strict"] for line in lines]
     assert weights == [2, 2, 1]  # instructions of each prompt
     right = [json.loads(line)["right"]["instruction_strict"] for line in lines]
+    assert right[0] == 0.5
     mean = sum(a * b for a, b in zip(weights, right, strict=True)) / sum(weights)
     assert scores["instruction_strict"]["accuracy"]["value"] == pytest.approx(mean)
     assert 0 < mean < 1  # four tokens have no comma, and no five words

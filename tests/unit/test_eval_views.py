@@ -118,6 +118,18 @@ def test_problems_are_paired_by_their_question(tmp_path):
     assert each.by == strict.by
 
 
+def test_equal_questions_are_paired_in_their_order(tmp_path):
+    folders = []
+    for name, shares in (("a", [[1], [0]]), ("b", [[0], [0]])):
+        folder = write(tmp_path / name, both(shares))
+        file = folder / "problems.jsonl"
+        lines = [json.loads(line) | {"key": "same"} for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        folders.append(folder)
+    strict = paired.differences(*folders)[0]
+    assert (strict.by.n, strict.by.value) == (2, -0.5)
+
+
 def test_evaluations_without_a_common_problem_are_refused(tmp_path, folders, capsys):
     other = write(tmp_path / "other", both([[1]]), name="others")
     assert rl("compare", folders[0], other, "--text") == 3

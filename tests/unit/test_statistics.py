@@ -113,10 +113,22 @@ def test_majorities_are_seeded_and_need_k_scored_samples():
     assert np.isnan(five[1]) and not np.isnan(five[0])
 
 
-def test_of_answers_with_as_many_votes_the_first_of_the_draw_wins():
-    right_PG = np.asarray([[1.0, 0.0]])
-    share = statistics.majority_shares(right_PG, [["a", "b"]], 2, seed=0)[0]
-    assert 0.3 < share < 0.7  # either order; a rule by name or place would give 0 or 1
+@pytest.mark.parametrize(
+    ("answers", "draw", "right"),
+    [
+        ("ab", [0, 1], 1),  # as many votes: the first of the draw
+        ("ab", [1, 0], 0),
+        ("bab", [2, 1, 0], 0),
+        ("bcaa", [0, 1, 2, 3], 1),
+        ("cbbaa", [0, 1, 3, 4, 2], 0),
+        ("a--", [1, 2, 0], 1),  # - does not vote
+        ("--", [0, 1], 0),
+    ],
+)
+def test_votes_of_a_draw(answers, draw, right):
+    answers = [None if each == "-" else each for each in answers]
+    right_G = np.asarray([float(each == "a") for each in answers])
+    assert statistics._majority(right_G, answers, np.asarray([draw])) == right
 
 
 def test_a_paired_difference_has_the_interval_of_a_bootstrap_over_problems():
