@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 WRITES = ("put_file", "pipe_file", "cp_file", "rm_file", "mv")
-READS = ("cat_file", "get_file", "info", "find")
+READS = ("cat_file", "get_file", "info", "find", "ls")
 
 Action = Callable[["Call"], None]
 """Is called before an operation. Raises, waits, kills the process, or sets `Call.cut`."""
@@ -188,7 +188,7 @@ class FaultyDisk(_Faulty, LocalFileSystem):
 
 
 for _kind in (FaultyMemory, FaultyDisk):
-    for _name in ("cp_file", "rm_file", "cat_file", "info", "find"):
+    for _name in ("cp_file", "rm_file", "cat_file", "info", "find", "ls"):
         if _name not in vars(_kind):
             setattr(_kind, _name, _planned(_name))
 fsspec.register_implementation("faulty", FaultyMemory, clobber=True)

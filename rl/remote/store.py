@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _RENAMING = {"file", "local", "sftp", "ssh", "smb", "hdfs", "arrow_hdfs", "webhdfs", "ftp"}
 """Schemes of file systems that have folders, and show a file while it is being written. Elsewhere
 an object appears when it is complete."""
+_FLAT = {"gs", "gcs", "s3", "s3a", "abfs", "abfss", "az", "oci", "oss", "memory"}
+"""Schemes of services that list all objects below a name at once."""
 _GENERATIONS = {"gs", "gcs"}
 _PART = ".duet-part-"
 _THREADS = 8
@@ -64,6 +66,7 @@ class Store:
         names = {protocol} if isinstance(protocol, str) else set(protocol)
         self._is_local = "file" in names
         self._renames = bool(names & _RENAMING)
+        self._lists_flat = bool(names & _FLAT)
         self.has_generations = bool(names & _GENERATIONS)
 
     def put(self, file: Path, name: str) -> None:
@@ -125,12 +128,8 @@ class Store:
         """Returns all objects below a folder, by name; none if the folder does not exist. Parts of
         writes that were cut off are left out."""
 
-        def act() -> dict[str, Any]:
-            self._files.invalidate_cache()
-            return self._files.find(self._path(folder), detail=True)
-
         try:
-            listed = self._call("listing", folder, act)
+            listed = self._call("listing", folder, lambda: self._listed(self._path(folder)))
         except FileNotFoundError:
             return {}
         prefix = f"{self._root}/".lstrip("/")
@@ -142,10 +141,14 @@ class Store:
 
     def remove_parts(self) -> None:
         """Removes what writes that were cut off have left. Nobody else may be writing."""
-        if self._renames:
-            listed = self._call("listing", "", lambda: self._files.find(self._root))
-            prefix = f"{self._root}/"
-            self.delete_all(name.removeprefix(prefix) for name in listed if _PART in name)
+        if not self._renames:
+            return
+        try:
+            listed = self._call("listing", "", lambda: self._listed(self._root))
+        except FileNotFoundError:
+            return
+        prefix = f"{self._root}/"
+        self.delete_all(name.removeprefix(prefix) for name in listed if _PART in name)
 
     def delete(self, name: str) -> None:
         """Removes an object, if there is one."""
@@ -271,6 +274,28 @@ class Store:
         if self._renames:
             parent = self._path(name).rpartition("/")[0]
             self._files.makedirs(parent, exist_ok=True)
+
+    def _listed(self, path: str) -> dict[str, Any]:
+        """Returns all files below a path. `find` and `walk` of file systems with folders leave out
+        folders that they cannot read."""
+        self._files.invalidate_cache()
+        if self._lists_flat:
+            return self._files.find(path, detail=True)
+        result = {}
+        folders = [path]
+        try:
+            while folders:
+                folder = folders.pop()
+                for info in self._files.ls(folder, detail=True):
+                    name = info["name"].rstrip("/")
+                    if info["type"] != "directory":
+                        result[name] = info
+                    elif name.strip("/") != folder.strip("/"):
+                        folders.append(name)
+        except FileNotFoundError:
+            self._info(path)  # raises it again, if the folder itself is absent
+            raise DamagedCopy("it changed while it was listed") from None
+        return result
 
     def _info(self, path: str) -> Mapping[str, Any]:
         self._files.invalidate_cache()

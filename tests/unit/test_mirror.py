@@ -128,6 +128,8 @@ def test_a_manifest_comes_after_everything_that_a_run_needs_to_go_on(run):
     needed = {"base/config.json", "base.files.json", "events.jsonl", "samples.jsonl", "tokens.bin"}
     assert needed | {"checkpoints/0000000001/host.json"} <= set(sent[:place])
     assert sent.index("samples.jsonl") < sent.index("tokens.bin")
+    first = sent.index("events.jsonl")  # a kill after one record leaves what is known as a run
+    assert max(sent.index("run.json"), sent.index("config.yml")) < first
 
 
 def _killed(act, scheme_url: str, run: Path, numbers):
@@ -486,3 +488,13 @@ def test_the_records_of_a_remote_run_are_copied_while_it_goes_on(run, tmp_path, 
         assert cli.main([verb, "gs://bucket/runs/first"]) == 2
         said = capsys.readouterr().err
         assert "rl fetch gs://bucket/runs/first runs/first" in said, verb
+
+
+def test_a_run_that_did_not_see_the_checkpoints_there_replaces_nothing(run, tmp_path, monkeypatch):
+    train(run, numbers=[1, 2])
+    before = {name: Store("faulty://bucket/run").read(name) for name in objects()}
+    monkeypatch.setattr("rl.run.mirror.mirror.fetch", lambda remote, folder: None)
+    remote_runs.start(tmp_path / "new")
+    with pytest.raises(RemoteError, match="has checkpoint 2, which this run has neither sent nor"):
+        train(tmp_path / "new", numbers=[1])
+    assert {name: Store("faulty://bucket/run").read(name) for name in objects()} == before

@@ -80,6 +80,22 @@ def test_a_fault_that_passes_is_tried_again_and_one_that_does_not_is_named(tmp_p
     assert len(log) == 1
 
 
+@pytest.mark.parametrize("scheme", ["faulty", "faulty-disk"])
+def test_a_listing_that_fails_in_part_is_no_shorter_listing(scheme, tmp_path):
+    """`find` of fsspec leaves out folders that cannot be read, so that a run would seem to be
+    absent."""
+    files = store(f"{scheme}://{tmp_path}/remote")
+    names = {"a/one", "a/b/two", "three"}
+    for name in names:
+        files.write(name, b"1")
+    for number in range(1, 9):
+        faulty_files.use(faulty_files.fail(SERVICE_BUSY, number), names=faulty_files.READS)
+        assert set(files.list()) == names, number
+    faulty_files.use(faulty_files.fail(SERVICE_BUSY), names=faulty_files.READS)
+    with pytest.raises(RemoteError, match="busy"):
+        files.list()
+
+
 def test_the_first_error_of_many_calls_leaves_the_others_out():
     begun = []
 

@@ -50,6 +50,7 @@ def fetch(remote: RemoteRun, run: Path) -> Fetched:
     listing = Listing(remote.store.list())
     local = [n for n, path in complete(run / CHECKPOINT_FOLDER) if not examine(path, False)[1]]
     _check_same_run(remote, run, listing)
+    remote.known |= {each.name for each in listing.checkpoints()}
     for each in listing.unfinished():
         _LOG.warning(
             "%s/%s: its upload was cut off (no %s); passed over",
@@ -166,8 +167,8 @@ def _fetch_checkpoint(
     remote: RemoteRun, run: Path, checkpoint: RemoteCheckpoint, manifest: Mapping[str, Any]
 ) -> None:
     """Writes a checkpoint to the local folder. Raises _Damaged."""
-    target = run / checkpoint.folder
-    unfinished = target.with_name(f"{checkpoint.name}.{_FETCHING}")
+    target = run / CHECKPOINT_FOLDER / f"{checkpoint.number:010d}"
+    unfinished = target.with_name(f"{target.name}.{_FETCHING}")
     shutil.rmtree(unfinished, ignore_errors=True)
     names = [*manifest["files"], MANIFEST]
     size = sum(facts["size"] for facts in manifest["files"].values())

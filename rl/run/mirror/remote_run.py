@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rl.records.run_files import ATTEMPTS, CONFIG, SEGMENTS
+from rl.remote.faults import RemoteError
 from rl.remote.lock import LOCK
 from rl.remote.store import ObjectFacts, Store
 from rl.run.manifest import CHECKPOINT_FOLDER, HOST, MANIFEST, complete, examine, file_hash
@@ -35,6 +36,7 @@ from rl.run.unfinished import stop
 FILES = ".files.json"
 """Ending of the object that lists the files of a folder with weights."""
 _NAME = re.compile(rf"{CHECKPOINT_FOLDER}/(?P<name>(?P<number>\d+)(\.replaced)?)/")
+_PLACES = 3
 _LOG = logging.getLogger("duet.remote")
 
 
@@ -118,6 +120,8 @@ class RemoteRun:
         self.store = store
         self.damaged: set[str] = set()
         """Names of remote checkpoints that have a manifest and cannot be used."""
+        self.known: set[str] = set()
+        """Names of remote checkpoints that `fetch` has seen, or that this object has sent."""
         self._run = run
         self._keep = keep
         self._needed = needed
@@ -140,6 +144,7 @@ class RemoteRun:
         """
         self._may_write()
         listing = Listing(self.store.list())
+        self._check_known(listing)
         local = self._to_send()
         try:
             if not local:
@@ -152,6 +157,16 @@ class RemoteRun:
         self._rotate()
         newest = Listing(self.store.list()).checkpoints()
         return newest[0].number if newest else None
+
+    def _check_known(self, listing: Listing) -> None:
+        """Raises RemoteError for checkpoints that another run has sent, or that the start of this one
+        did not see: what follows would replace their records."""
+        others = [each for each in listing.checkpoints() if each.name not in self.known]
+        if others:
+            raise RemoteError(
+                f"{self.store.url} has checkpoint {others[0].number}, which this run has neither "
+                "sent nor seen when it started; start it again"
+            )
 
     def _to_send(self) -> list[str]:
         """Returns the newest undamaged checkpoint, after those that it needs."""
@@ -182,6 +197,7 @@ class RemoteRun:
         self._send_records(listing)
         self._send_models(listing)
         self._may_write()
+        self.known.add(name)
         self.store.put(source / MANIFEST, f"{folder}/{MANIFEST}")
         self._manifests[name] = manifest
         self.damaged.discard(name)
@@ -193,6 +209,7 @@ class RemoteRun:
         manifest = f"{folder}/{MANIFEST}"
         if manifest in before and Path(folder).name not in self.damaged:
             kept = f"{folder}.replaced"
+            self.known.add(Path(kept).name)
             self.delete_checkpoint(kept, listing.below(kept))
             moved = [each for each in before if each != manifest]
             pairs = [(each, f"{kept}{each.removeprefix(folder)}") for each in (*moved, manifest)]
@@ -211,8 +228,8 @@ class RemoteRun:
     def _send_records(self, listing: Listing) -> None:
         local = records(self._run)
         changed = [each for each in local if not self._is_there(each, listing)]
-        lines = [each for each in changed if not each.name.endswith(".bin")]
-        for part in (lines, [each for each in changed if each.name.endswith(".bin")]):
+        for place in range(_PLACES):
+            part = [each for each in changed if _place(each.name) == place]
             self.store.for_each(self._send_record, part)
         here = {each.name for each in local}
         removed = [each for each in listing.objects if _may_vanish(each) and each not in here]
@@ -314,3 +331,11 @@ def _may_vanish(name: str) -> bool:
     """Tells whether a run removes a record of this name: full files of samples beyond
     run.samples.keep_gib, and where it was stopped. Anything else in the remote folder stays."""
     return name.startswith(f"{SEGMENTS}/") or name == stop.STOPPED
+
+
+def _place(name: str) -> int:
+    """Returns the place of a record in the order of uploads: first what tells a run from other files,
+    and tokens after the lines that they belong to."""
+    if name in (CONFIG, ATTEMPTS):
+        return 0
+    return 2 if name.endswith(".bin") else 1
