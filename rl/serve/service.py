@@ -132,14 +132,16 @@ class Service:
             message = f"the model {name!r} does not exist; this server has {known}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    async def with_tokenizer(self, function: Callable[[Tokenizer], T]) -> T:
+    async def with_tokenizer(
+        self, function: Callable[[Tokenizer], T], param: str | None = None
+    ) -> T:
         """Calls a function with the tokenizer in the thread that encodes. Raises ApiError for a
-        text or a conversation that it refuses."""
+        text or a conversation that it refuses; param: the field that holds it."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._encoding, function, self._encoder)
         except ValueError as error:
-            raise invalid(None, str(error)) from None
+            raise invalid(param, str(error)) from None
 
     async def with_pictures(self, expanded: Expanded) -> EncodedPrompt:
         """Returns a prompt with its pictures, which the towers read between two steps of the

@@ -24,6 +24,7 @@ MESSAGES = [{"role": "user", "content": "go"}]
 TEMPLATE = (
     "{%- for tool in tools or [] -%}{{- tool | tojson -}}{%- endfor -%}"
     "{%- for message in messages -%}{{- message.content -}}"
+    "{%- if message.content == 'fail' -%}{{- raise_exception('never this') -}}{%- endif -%}"
     "{%- for call in message.tool_calls or [] -%}<tool_call>{%- endfor -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
 )
@@ -126,6 +127,14 @@ def test_what_cannot_be_followed_is_refused_before_a_stream(server, fields, para
     assert answer.json()["error"]["param"] == param
 
 
+def test_a_conversation_that_the_template_refuses_is_answered_with_its_reason(server):
+    messages = [{"role": "user", "content": "fail"}]
+    answer = server.post("/v1/chat/completions", {"messages": messages})
+    assert answer.status_code == 400
+    assert "never this" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "messages"
+
+
 def test_a_call_that_must_be_is_made(client, server):
     tools = [tool("one"), tool("two")]
     [choice] = chat(client, tools=tools, tool_choice="required").choices
@@ -140,7 +149,7 @@ def test_a_call_that_must_be_is_made(client, server):
     response = client.responses.create(
         model="tiny",
         input="go",
-        tools=[{"type": "function", "name": "one", "parameters": SCHEMA, "strict": False}],
+        tools=[{"type": "function", "name": "one", "parameters": SCHEMA, "strict": True}],
         tool_choice="required",
     )
     assert [item.type for item in response.output] == ["function_call"]

@@ -60,7 +60,8 @@ async def completions(request: Request) -> Response:
     if not body.prompts:
         raise invalid("prompt", "the list has no prompts")
     prompts = await service.with_tokenizer(
-        lambda tokenizer: [_encoded(tokenizer, prompt) for prompt in body.prompts]
+        lambda tokenizer: [_encoded(tokenizer, prompt) for prompt in body.prompts],
+        "prompt",
     )
     for number, prompt in enumerate(prompts):
         check_tokens(f"prompt[{number}]", prompt.tokens, service.bounds.vocab_size)

@@ -112,12 +112,13 @@ class AnthropicMessage(Fields):
 
 
 class AnthropicTool(_Cached):
-    """A tool that the model may call."""
+    """A tool that the model may call. strict: as in `Function`."""
 
     type: Literal["custom"] = "custom"
     name: str = Field(pattern=r"^[\w.-]{1,64}$")
     description: str = ""
     input_schema: dict[str, Any]
+    strict: bool = False
 
 
 class ToolChoice(Fields):

@@ -58,7 +58,8 @@ async def answering(service: Service, question: Question) -> Answering:
             variables,
             continued=question.continued,
             pictures=service.pictures,
-        )
+        ),
+        question.param,
     )
     prompts = [rendered.prompt]
     most = service.max_tokens(prompts, question.max_tokens, question.param)

@@ -81,13 +81,13 @@ class ReasoningItem(_Item):
 
 
 class ResponseTool(Fields):
-    """A tool that the model may call."""
+    """A tool that the model may call. strict: as in `Function`."""
 
     type: Literal["function"]
     name: str = Field(pattern=r"^[\w.-]{1,64}$")
     description: str = ""
     parameters: dict[str, Any] = {"type": "object", "properties": {}}
-    strict: Literal[False] = False
+    strict: bool = False
 
     @property
     def shown(self) -> dict[str, Any]:

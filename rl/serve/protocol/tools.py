@@ -18,12 +18,13 @@ from rollout.text.interface import Tokenizer
 
 
 class Function(Fields):
-    """What a tool does, and the JSON schema of its arguments."""
+    """What a tool does, and the JSON schema of its arguments. strict: changes nothing, since only a
+    call that is required follows its schema."""
 
     name: str = Field(pattern=r"^[\w.-]{1,64}$")
     description: str = ""
     parameters: dict[str, Any] = {"type": "object", "properties": {}}
-    strict: Literal[False] = False
+    strict: bool = False
 
 
 class ToolDefinition(Fields):
