@@ -12,7 +12,7 @@ import policy
 from policy import families
 from policy.huggingface import reload
 from policy.huggingface.file_error import ModelFileError
-from policy.huggingface.gguf import metadata, vocabulary, writer
+from policy.huggingface.gguf import metadata, rope, vocabulary, writer
 from policy.huggingface.gguf.directory import directory_of
 from policy.huggingface.gguf.tensors import opened
 from rollout.text.tokenizer import load_tokenizer, stop_ids
@@ -206,6 +206,80 @@ def test_what_a_file_cannot_say_is_refused(keys, message):
     hf = {**SMALL, "model_type": "llama", "head_dim": 16, **keys}
     with pytest.raises(ModelFileError, match=message):
         metadata.metadata(families.read(hf))
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_rotary_positions_of_llama_3_are_written_and_read(tmp_path):
+    """Issue 7268 of vLLM: rope_freqs.weight is no weight, and without it long texts go wrong."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    long = {"max_position_embeddings": 131072, "head_dim": 64, "vocab_size": 320}
+    hf = {**SMALL, **long, "rope_parameters": LLAMA3 | {"rope_theta": 5e5}}
+    config = AutoConfig.for_model("llama", **hf)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 5e5 ** (-torch.arange(0, 64, 2) / 64)
+    model = policy.create(families.read({"model_type": "llama", **hf}))
+    file = tmp_path / "x.gguf"
+    writer.write(file, model, "f16", fields(), "x")
+    stored = opened(file).tensors["rope_freqs.weight"].data
+    assert np.allclose(stored, (plain / scaled).numpy(), rtol=1e-5) and stored.max() == 32
+    read = policy.load(file)
+    assert json.loads(read.config.hf)["rope_scaling"] == LLAMA3
+    assert read.config.stacks == model.config.stacks
+    odd = stored.copy()
+    odd[3] = 2.0
+    with pytest.raises(ModelFileError, match="not those of Llama 3.1"):
+        rope.scaling(odd, 5e5, 64)
+    assert rope.scaling(np.ones(32, np.float32), 5e5, 64) is None
+
+
+def test_the_beginning_of_sequence_is_added_as_the_tokenizer_does(tmp_path):
+    """Issue 3966 of llama.cpp: the file must say whether a text begins with one."""
+    for number, adds in enumerate((True, False)):
+        content = trained("gpt-2")
+        if adds:
+            special = {"id": "<s>", "ids": [1], "tokens": ["<s>"]}
+            content["post_processor"] = {
+                "type": "TemplateProcessing",
+                "single": [
+                    {"SpecialToken": {"id": "<s>", "type_id": 0}},
+                    {"Sequence": {"id": "A", "type_id": 0}},
+                ],
+                "pair": [],
+                "special_tokens": {"<s>": special},
+            }
+        names = {"bos_token": "<s>", "eos_token": "</s>"}
+        written = vocabulary.of_tokenizer(content, names, [2], None)
+        assert written.adds_bos == adds
+        small = SMALL | {"model_type": "llama", "vocab_size": 410, "head_dim": 16}
+        file = tmp_path / f"{number}.gguf"
+        writer.write(file, policy.create(families.read(small)), "f16", written, "x")
+        ours = load_tokenizer(directory_of(file, tmp_path / "cache"))
+        theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+        assert (ours.encode("cat")[0] == 1) is (theirs.encode("cat")[0] == 1) is adds
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_cut(tmp_path):
+    """Issue 4195 of LLaMA-Factory: more tokens than embeddings make a file that no one reads."""
+    content = trained("gpt-2")
+    names = {"bos_token": "<s>", "eos_token": "</s>"}
+    small = SMALL | {"model_type": "llama", "vocab_size": 300, "head_dim": 16}
+    file = tmp_path / "x.gguf"
+    model = policy.create(families.read(small))
+    writer.write(file, model, "f16", vocabulary.of_tokenizer(content, names, [2], None), "x")
+    assert len(opened(file).fields["tokenizer.ggml.tokens"].contents()) == 300
+    assert max(load_tokenizer(directory_of(file, tmp_path)).encode("the cat sat on the mat")) < 300
+    with pytest.raises(ModelFileError, match="embeddings for 300"):
+        many = vocabulary.of_tokenizer(content, names, [2, 301], None)
+        writer.write(file, model, "f16", many, "x")
 
 
 def test_tokenizers_of_another_kind_are_refused():

@@ -7,9 +7,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from policy import families
 from policy.config import DecoderConfig
 from policy.huggingface.file_error import ModelFileError
+from policy.huggingface.gguf import rope
 from policy.huggingface.gguf.architectures import Architecture, of_model_type
 
 _ROPE = "rope.freq_base"
@@ -42,6 +45,17 @@ def metadata(config: DecoderConfig) -> dict[str, int | float]:
     result[_ROPE] = float(_rope(full).get("rope_theta") or 10000.0)
     _check(config, architecture, result, full)
     return result
+
+
+def rope_factors(config: DecoderConfig) -> np.ndarray | None:
+    """Returns the content of `rope_freqs.weight` for a configuration; None if it has no such
+    tensor."""
+    full = _full(families.text_model(json.loads(config.hf)))
+    scaled = rope.factor_of(_rope(full))
+    numbers = metadata(config)
+    if scaled is None:
+        return None
+    return rope.factors(numbers[_ROPE], int(numbers["attention.key_length"]), scaled)
 
 
 def configuration(
@@ -117,6 +131,10 @@ def _check(
         if is_there
     }
     read = configuration(architecture, numbers, tensors)
+    scaled = rope.factor_of(_rope(full)) if architecture.name == "llama" else None
+    if scaled is not None:
+        stored = rope.factors(read["rope_theta"], read["head_dim"], scaled)
+        read["rope_scaling"] = rope.scaling(stored, read["rope_theta"], read["head_dim"])
     if full["model_type"] == "mistral":
         read["sliding_window"] = None
     other = families.read(read)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from policy.huggingface.file_error import ModelFileError
+from policy.huggingface.gguf import rope
 from policy.huggingface.gguf.architectures import (
     Architecture,
     heads_of,
@@ -22,8 +23,8 @@ from policy.huggingface.gguf.metadata import configuration
 from policy.huggingface.gguf.names import GgufName, NameMap
 from policy.huggingface.gguf.package import gguf
 
-# Tensors that follow from the configuration.
-_DERIVED = ("rope_freqs.weight",)
+# Tensors that the configuration says.
+_DERIVED = (rope.TENSOR,)
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class GgufFile:
         try:
             hf = configuration(self.architecture, self.numbers, self.tensors.keys())
             hf.setdefault("vocab_size", int(self.tensors["token_embd.weight"].shape[1]))
+            if rope.TENSOR in self.tensors:
+                stored = np.asarray(self.tensors[rope.TENSOR].data, np.float32)
+                scaled = rope.scaling(stored, hf["rope_theta"], hf["head_dim"])
+                hf |= {} if scaled is None else {"rope_scaling": scaled}
         except KeyError as error:
             raise ModelFileError(f"{self.path}: the metadata lacks {error}") from None
         except ModelFileError as error:

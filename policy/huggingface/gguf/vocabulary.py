@@ -90,7 +90,8 @@ class Vocabulary:
     chat_template: str | None = None
 
     def add_to(self, writer: Any, size: int) -> None:
-        """Adds the fields to a writer of the package gguf, with tokens up to `size`."""
+        """Adds the fields to a writer of the package gguf, with tokens up to `size`. Raises
+        ModelFileError for a special token that the model has no embedding for."""
         missing = size - len(self.tokens)
         tokens = [*self.tokens, *(f"[PAD{len(self.tokens) + i}]" for i in range(missing))][:size]
         types = [*self.types, *[TokenType.UNUSED] * missing][:size]
@@ -102,9 +103,15 @@ class Vocabulary:
             writer.add_add_space_prefix(self.prefix_space)
         if self.kind == "llama" or not self.merges:
             writer.add_token_scores([-float(number) for number in range(len(tokens))])
-        if self.merges:
-            writer.add_token_merges([f"{left} {right}" for left, right in self.merges])
+        kept = set(tokens)
+        merges = [f"{a} {b}" for a, b in self.merges if {a, b, a + b} <= kept]
+        if merges:
+            writer.add_token_merges(merges)
         for key, number in self.ids.items():
+            if number >= size:
+                raise ModelFileError(
+                    f"tokenizer: {key} is {number}, and the model has embeddings for {size} tokens"
+                )
             writer.add_uint32(f"tokenizer.ggml.{key}", number)
         writer.add_add_bos_token(self.adds_bos)
         if self.chat_template is not None:

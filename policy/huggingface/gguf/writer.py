@@ -13,6 +13,7 @@ import numpy as np
 
 from policy import families
 from policy.huggingface.file_error import ModelFileError
+from policy.huggingface.gguf import rope
 from policy.huggingface.gguf.architectures import (
     Architecture,
     heads_of,
@@ -20,7 +21,7 @@ from policy.huggingface.gguf.architectures import (
     of_model_type,
     permuted_rows,
 )
-from policy.huggingface.gguf.metadata import metadata
+from policy.huggingface.gguf.metadata import metadata, rope_factors
 from policy.huggingface.gguf.names import NameMap
 from policy.huggingface.gguf.package import gguf
 from policy.huggingface.gguf.vocabulary import Vocabulary
@@ -59,6 +60,9 @@ def write(path: Path, model: Model, kind: GgufType, vocabulary: Vocabulary, name
     for tensor, array in gguf_tensors(model):
         stored = _stored(package, tensor, array, kind)
         writer.add_tensor(tensor, stored.data, raw_dtype=stored.kind)
+    factors = rope_factors(config)
+    if factors is not None:
+        writer.add_tensor(rope.TENSOR, factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
