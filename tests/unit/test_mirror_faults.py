@@ -58,7 +58,8 @@ def mirror(run, url, keep):
 
 def lines(run, number):
     """The lines up to a checkpoint, as a run that goes on keeps them."""
-    text = (run / "events.jsonl").read_text().splitlines(keepends=True)
+    file = run / "events.jsonl"
+    text = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [line for line in text if line.endswith("\n") and json.loads(line)["step"] <= number]
 
 
