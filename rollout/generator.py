@@ -365,10 +365,16 @@ class Generator:
                 unscored.setdefault((request.adapter, k), []).append(request)
                 left -= len(request.prompt)
         for (adapter, k), group in unscored.items():
-            texts = [Text(request.prompt, request.media) for request in group]
-            scores = self._token_scorer.score(self._params_of(adapter), texts, k)
-            for request, each in zip(group, scores, strict=True):
-                request.prompt_scores = each
+            keys = [request.shared_keys(len(request.prompt)) for request in group]
+            texts = {
+                key: Text(request.prompt, request.media)
+                for key, request in zip(keys, group, strict=True)
+            }
+            weights = self._params_of(adapter)
+            scores = self._token_scorer.score(weights, list(texts.values()), k)
+            by_key = dict(zip(texts, scores, strict=True))
+            for key, request in zip(keys, group, strict=True):
+                request.prompt_scores = by_key[key]
 
     @cached_property
     def _token_scorer(self) -> TokenScorer:

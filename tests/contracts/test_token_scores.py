@@ -184,7 +184,24 @@ def test_a_stop_string_cuts_them_with_the_tokens():
     np.testing.assert_allclose(cut.scores.logprobs, uncut.scores.logprobs[:n], atol=1e-6)
 
 
-def test_prompts_of_many_lengths_are_scored_in_few_calls(monkeypatch):
+def test_the_samples_of_a_prompt_are_scored_once(monkeypatch):
+    generator = generator_of(model())
+    counts = []
+    score = TokenScorer.score
+
+    def counting(self, params, texts, k):
+        counts.append(len(texts))
+        return score(self, params, texts, k)
+
+    monkeypatch.setattr(TokenScorer, "score", counting)
+    params = SamplingParams(n=3, max_new_tokens=2, prompt_logprobs=2)
+    [group] = generator.generate([PROMPTS[3]], params)
+    assert counts == [1]
+    for each in group:
+        check(each.prompt_scores, logprobs_of(model(), PROMPTS[3]), PROMPTS[3], 2)
+
+
+def test_prompts_of_many_lengths_are_scored_in_few_calls():
     rng = np.random.default_rng(0)
     texts = [Text(rng.integers(0, VOCAB, n).tolist()) for n in (1, 31, 32, 33, 64, 2, 3)]
     scorer = TokenScorer(model().graph, 64)
