@@ -14,8 +14,10 @@ import contextlib
 import fcntl
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,7 +98,7 @@ class EvaluationFolder:
             ) from None
         self._check()
         self._log = EventLog(self.path)
-        self._thumbnails = Thumbnails(self.path, print)
+        self._thumbnails = Thumbnails(self.path, partial(print, file=sys.stderr))
         self._write()
         return self
 

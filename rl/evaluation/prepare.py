@@ -17,6 +17,7 @@ from rl.config import yaml_tree
 from rl.config.data import DataOptions, RewardOptions, RewardSettings, source_name
 from rl.data import datasets
 from rl.data.encoded import Example, Problem
+from rl.data.media import kinds_of, with_lists
 from rl.data.rows.files import DataRow
 from rl.data.rows.forms import read_example
 from rl.errors import ConfigError, DataError
@@ -214,12 +215,13 @@ def _own_examples(
         dataset = datasets.load(options, read=read, held_out=True, processors=encoder.processors)
     except DataError as error:
         raise DataError(str(error).replace("set data.columns.", "add --columns ")) from None
-    if shots >= len(dataset.examples):
+    examples = with_lists(dataset.examples, sorted(kinds_of(dataset)))
+    if shots >= len(examples):
         raise DataError(
-            f"{task.source}: has {len(dataset.examples)} rows, and --few-shot takes {shots} of them"
+            f"{task.source}: has {len(examples)} rows, and --few-shot takes {shots} of them"
         )
-    solved = [_solved(example) for example in dataset.examples[:shots]]
-    return [_with_shots(solved, example) for example in dataset.examples[shots:]]
+    solved = [_solved(example) for example in examples[:shots]]
+    return [_with_shots(solved, example) for example in examples[shots:]]
 
 
 def _read_renamed(

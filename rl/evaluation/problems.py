@@ -158,10 +158,11 @@ def as_messages(
 
 
 def key_of(example: Example) -> str:
-    """Returns a text that is equal for the same question with the same answer, whatever stands
-    before it."""
+    """Returns a text that is equal for the same question, with its pictures and sounds, and the same
+    answer, whatever stands before it."""
     prompt = example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]
-    value = [prompt, example.columns.get("answer")]
+    media = [reference.digest for reference in example.references]
+    value = [prompt, example.columns.get("answer"), media]
     text = json.dumps(value, sort_keys=True, default=str, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 

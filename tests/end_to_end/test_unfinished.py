@@ -273,3 +273,23 @@ def test_a_request_in_the_last_step_is_the_end_of_the_run_and_a_signal_comes_fir
     monkeypatch.setattr(stop, "is_asked", asked)
     assert launch.train(tmp_path / "other", *light) == 75
     assert not (tmp_path / "other" / "export").exists()
+
+
+def test_an_evaluation_of_a_run_that_goes_on_names_its_checkpoint(
+    unfinished, tmp_path, monkeypatch
+):
+    """So the same command refuses to mix the weights of a later checkpoint in; paths are relative,
+    as people type them."""
+    (tmp_path / "test.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n')
+    monkeypatch.chdir(tmp_path)
+    options = ("--data", "test.jsonl", "--reward", "numeric_answer", "--max-new-tokens", 4)
+    assert rl("eval", "run", *options, "-o", "out") == 0
+    content = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert content["model"]["checkpoint"] == "grpo-2:1"
+    newest = max((unfinished / "checkpoints").iterdir())
+    shutil.rmtree(newest)
+    assert rl("eval", "run", *options, "-o", "out") == 2
+    assert rl("eval", "run", *options) == 0
+    (folder,) = (tmp_path / "evals").iterdir()
+    place = json.loads((folder / "eval.json").read_text())["model"]["checkpoint"]
+    assert folder.name == f"run-{place.replace(':', '-')}-test"

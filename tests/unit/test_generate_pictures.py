@@ -17,6 +17,7 @@ from rl.commands import cli
 from rl.data import prompts
 from rl.data.encoding import ExampleEncoder
 from rl.data.media import processors_of
+from rl.records import samples
 from rl.training.media.tables import MediaTables
 from rollout import Generator, SamplingParams
 from rollout.text.tokenizer import load_tokenizer
@@ -84,6 +85,35 @@ def test_pictures_are_shown_to_the_model_and_text_is_completed_between_them(
     assert texts == [[None, "and", None]] * 2 and lines[2]["prompt"] == rows()[1]["prompt"]
     first = [line["logprobs"][0] for line in lines if line["tokens"]]
     assert len(set(first)) > 2
+
+
+@pytest.mark.slow
+def test_an_evaluation_shows_the_pictures_that_rl_generate_shows(directory, tmp_path, capsys):
+    for name, shade in (("one.png", 10), ("two.png", 200)):
+        (tmp_path / name).write_bytes(png(shade))
+    (tmp_path / "sees.py").write_text(
+        "def sees(prompts, completions, images):\n"
+        "    return [float(len(each)) / 2 for each in images]\n"
+    )
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    given = ("--samples", "2", "--max-new-tokens", "4", "--seed", "3", "--slots", "1")
+    given = (*given, "--temperature", "1", "--platform", "cpu")
+    assert cli.main(["generate", str(directory), "--prompts", str(file), *given]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    reward = f"{tmp_path / 'sees.py'}:sees"
+    verb = ["eval", str(directory), "--data", str(file), "--reward", reward]
+    assert cli.main([*verb, "-o", str(tmp_path / "out"), *given]) == 0
+    records = list(samples.read(tmp_path / "out"))
+    tokens = {(each["prompt_id"], each["sample"]): each["tokens"] for each in records}
+    assert tokens == {
+        (number // 2, line["sample"]): line["tokens"] for number, line in enumerate(lines)
+    }
+    pictures = [each["reward"] for each in sorted(records, key=lambda one: one["prompt_id"])]
+    assert pictures[::2] == [1.0, 0.0, 1.0, 0.5, 1.0]
+    assert len(list((tmp_path / "out" / "media").iterdir())) == 2  # thumbnails
+    keys = [json.loads(line)["key"] for line in (tmp_path / "out" / "problems.jsonl").open()]
+    assert len(set(keys)) == 4 and keys[0] == keys[4]  # other pictures are another question
 
 
 @pytest.mark.parametrize(
