@@ -19,6 +19,8 @@ from rl.imports import shell
 _MOST_CHARACTERS = 2**20
 _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 _RESOLUTIONS = 20  # interpolations that stand for further ones
+_ARGUMENT = "argument"
+"""What stands in the place of a file's name for keys of the command line of `rl import`."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,9 @@ class Given:
 def read(sources: Sequence[str], syntax: Syntax, environment: Mapping[str, str]) -> Given:
     """Reads files and overrides, each over those before it.
 
-    sources: files, `key=value`, or flags. environment: variables for scripts of a shell.
+    sources: files, then `key=value`, then flags. environment: variables for scripts of a shell.
     Raises ConfigError: a file that is missing, empty, too large or no text; no command of the
-    framework in a script.
+    framework in a script; an argument after the first key that is no key.
     """
     result = Given()
     overrides: list[shell.Text] = []
@@ -89,10 +91,34 @@ def read(sources: Sequence[str], syntax: Syntax, environment: Mapping[str, str])
         else:
             result = read_file(Path(source).expanduser(), syntax, environment).over(result)
     if overrides:
-        keys = _keys(overrides, syntax, "argument")
-        result = _with_files(keys, Path(), syntax, environment).over(result)
+        result = _of_arguments(overrides, syntax, environment).over(result)
     result.words = _interpolated(result.words)
     return result
+
+
+def _of_arguments(
+    overrides: Sequence[shell.Text], syntax: Syntax, environment: Mapping[str, str]
+) -> Given:
+    """Reads the arguments after the files, none of which may be left over."""
+    given = _keys(_as_flags(overrides) if syntax.form == "flags" else overrides, syntax, _ARGUMENT)
+    for word in given.positional:
+        if not _names_file(word, syntax):
+            raise ConfigError(
+                f"{word.where}: `{word.value}` is no key=value; name files before the first key"
+            )
+    return _with_files(given, Path(), syntax, environment)
+
+
+def _as_flags(overrides: Sequence[shell.Text]) -> list[shell.Text]:
+    """Returns the arguments with each `key=value` before the first flag as `--key=value`."""
+    first = next(
+        (at for at, word in enumerate(overrides) if word.text.startswith("-")), len(overrides)
+    )
+    keys = [
+        replace(word, text=f"--{word.text}") if "=" in word.text else word
+        for word in overrides[:first]
+    ]
+    return [*keys, *overrides[first:]]
 
 
 def read_file(path: Path, syntax: Syntax, environment: Mapping[str, str]) -> Given:
@@ -214,12 +240,12 @@ def _program_at(words: Sequence[shell.Text], syntax: Syntax) -> int | None:
 
 
 def _keys(words: Sequence[shell.Text], syntax: Syntax, name: str) -> Given:
-    """Reads the words behind a program."""
+    """Reads the words behind a program. name: of the script, or _ARGUMENT."""
     given = Given()
     at = 0
     while at < len(words):
         word = words[at]
-        where = f"{name} {word.line}" if name == "argument" else f"{name}:{word.line}"
+        where = f"{name} {word.line}" if name == _ARGUMENT else f"{name}:{word.line}"
         at += 1
         key, equals, value = word.text.partition("=")
         if key.startswith("--") and len(key) > 2:
@@ -268,9 +294,7 @@ def _with_files(
     given: Given, folder: Path, syntax: Syntax, environment: Mapping[str, str]
 ) -> Given:
     """Reads the files that a command line names, and puts its own keys over theirs."""
-    words = [
-        word for word in given.positional if syntax.file and syntax.file.search(str(word.value))
-    ]
+    words = [word for word in given.positional if _names_file(word, syntax)]
     named = (given.words.pop(key, None) for key in syntax.files)
     words += [word for word in named if word is not None]
     result = Given()
@@ -278,6 +302,10 @@ def _with_files(
         if Path(str(word.value)).name not in syntax.shipped:
             result = read_file(_next_to(word, folder), syntax, environment).over(result)
     return given.over(result)
+
+
+def _names_file(word: Word, syntax: Syntax) -> bool:
+    return syntax.file is not None and bool(syntax.file.search(str(word.value)))
 
 
 def _next_to(word: Word, folder: Path) -> Path:

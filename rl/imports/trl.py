@@ -246,7 +246,7 @@ def _batches(draft: Draft, trainer: str) -> int:
     text = f"{batch} completions in groups of {samples}"
     draft.put(f"{STAGE}.prompts_per_step", prompts, *keys, "num_generations", note=text)
     draft.put(f"{STAGE}.samples_per_prompt", samples, "num_generations")
-    text = f"{per_generation} batches, {sums} accumulated"
+    text = f"batches: {per_generation}, of which an update accumulates {sums}"
     draft.put(f"{STAGE}.updates_per_step", updates, *keys, note=text)
     return updates
 

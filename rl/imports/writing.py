@@ -28,12 +28,8 @@ def configuration(draft: Draft, sources: Sequence[str]) -> str:
     """Returns the text of the YAML file."""
     names = " ".join(map(quoted, sources))
     framework = draft.framework.split()[0].lower()
-    lines = _comment(
-        f"{WRITTEN_BY} {framework} {names}`. Comments say where values come from.".removeprefix(
-            "# "
-        ),
-        "# ",
-    )
+    start = WRITTEN_BY.removeprefix("# ")
+    lines = _comment(f"{start} {framework} {names}`. Comments say where values come from.", "# ")
     refused = [entry for entry in draft.entries if entry.fate == "refused"]
     lines += ["# NOT SUPPORTED, and the training depends on it:"] if refused else []
     for entry in refused:
@@ -58,7 +54,8 @@ def report(draft: Draft) -> str:
         entries = [entry for entry in draft.entries if entry.fate == fate]
         defaults = [entry for entry in entries if fate == "mapped" and draft.is_default(entry)]
         keys = {key for entry in entries if entry not in defaults for key in entry.keys}
-        lines.append(f"{heading}: {len(keys) or 'none'}")
+        number = f"{len(keys)} key{'s' * (len(keys) > 1)}" if keys else "none"
+        lines.append(f"{heading}: {number}")
         lines += [
             f"  {_one_line(_shown(draft, entry))}" for entry in entries if entry not in defaults
         ]

@@ -12,11 +12,13 @@ from importing import config_of, draft_of, run_import, said_of
 from rl.commands import cli
 from rl.config import foreign, keys
 from rl.errors import ConfigError
-from rl.imports import convert, shell, writing
+from rl.imports import convert, given, shell, writing
 from rl.imports.draft import Draft, Facts
 from rl.imports.given import Given, Word
 from rl.imports.rules import ABSENT, Copy, Leave, Refuse, reason, target
 from rl.imports.tables import openrlhf, trl, tunix, verl
+from rl.imports.trl import SYNTAX as TRL
+from rl.imports.verl import SYNTAX as VERL
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "imports"
 TABLES = {
@@ -180,6 +182,28 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
     assert "no file no.yaml" in said_of("trl", script)
 
 
+def test_keys_after_the_files_win_in_both_forms(tmp_path):
+    """A dropped `learning_rate=...` would be a run with another learning rate."""
+    file = tmp_path / "grpo.yaml"
+    file.write_text("learning_rate: 1.0e-6\nrun_name: a\n")
+    sources = [str(file), "learning_rate=2e-6", "--run_name", "x=1"]
+    words = given.read(sources, TRL, {}).words
+    assert (words["learning_rate"].value, words["run_name"].value) == (2e-6, "x=1")
+
+
+@pytest.mark.parametrize("syntax", [TRL, VERL])
+def test_a_file_after_the_first_key_is_refused(syntax):
+    """It would be left out, and the run would have the defaults of the framework."""
+    with pytest.raises(ConfigError, match="argument 2: `run.sh` is no key=value; name files"):
+        given.read(["a.b=1", "run.sh"], syntax, {})
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_is_read(tmp_path, capsys):
+    output = tmp_path / "new" / "run.yml"
+    assert cli.main(["import", "trl", "missing.yaml", "-o", str(output)]) == 2
+    assert f"there is no folder {output.parent}" in capsys.readouterr().err
+
+
 def test_json_is_read_as_yaml_is(tmp_path):
     values = {"actor_rollout_ref": {"rollout": {"n": 4}}, "data": {"train_batch_size": 64}}
     values["actor_rollout_ref"]["actor"] = {"ppo_mini_batch_size": 32}
@@ -276,9 +300,7 @@ def test_only_files_of_rl_import_are_replaced(tmp_path, capsys):
     assert cli.main(arguments) == 0 and cli.main(arguments) == 0
     output.write_text("model: mine\n")
     assert cli.main(arguments) == 2 and output.read_text() == "model: mine\n"
-    assert "is none of `rl import`" in capsys.readouterr().err
-    arguments[-1] = str(tmp_path / "no" / "run.yml")
-    assert cli.main(arguments) == 5
+    assert "`rl import` did not write this file" in capsys.readouterr().err
 
 
 def test_a_value_that_duet_refuses_ends_with_its_fault(tmp_path):
@@ -325,8 +347,8 @@ def test_a_rule_says_only_what_the_shared_table_does_not():
 
 
 def test_every_word_of_a_draft_gets_one_fate():
-    given = Given({"a": Word(1, "x:1"), "b": Word(2, "x:2")})
-    draft = Draft("TRL 1.16", given, {"a": Copy("seed")}, Facts())
+    words = Given({"a": Word(1, "x:1"), "b": Word(2, "x:2")})
+    draft = Draft("TRL 1.16", words, {"a": Copy("seed")}, Facts())
     draft.rest()
     assert (draft.fate_of("a"), draft.fate_of("b")) == ("mapped", "refused")
     assert draft.values["seed"].value == 1 and draft.refused

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} {number}: must be at least 1")
     if (output := arguments.output) is not None:
         output = output.expanduser()
-        _refuse_other_files(output)
+        _check_output(output)
     facts = convert.Facts(arguments.rows, arguments.processes, arguments.trainer)
     draft = convert.converted(arguments.framework, arguments.sources, facts, os.environ)
     text = writing.configuration(draft, arguments.sources)
@@ -77,11 +77,13 @@ def run(arguments: argparse.Namespace) -> int:
     return ConfigError.exit_code if draft.refused else 0
 
 
-def _refuse_other_files(path: Path) -> None:
-    """Raises ConfigError for a file that this verb did not write."""
+def _check_output(path: Path) -> None:
+    """Raises ConfigError for a file that this verb did not write, and without a folder for it."""
     from rl.errors import ConfigError
     from rl.imports.writing import WRITTEN_BY
 
+    if not path.parent.is_dir():
+        raise ConfigError(f"-o {path}: there is no folder {path.parent}; make it first")
     try:
         start = path.read_text(encoding="utf-8", errors="replace")[: len(WRITTEN_BY)]
     except FileNotFoundError:
@@ -89,7 +91,7 @@ def _refuse_other_files(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"-o {path}: cannot be written: {error.strerror}") from None
     if start and start != WRITTEN_BY:
-        raise ConfigError(f"-o {path}: the file exists, and is none of `rl import`; name another")
+        raise ConfigError(f"-o {path}: `rl import` did not write this file; name another")
 
 
 def _write(path: Path, text: str) -> None:
