@@ -153,8 +153,8 @@ class TaskResult:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the task for events.jsonl, by the names of docs/metrics.md; those
-        of the first score have no name of their own."""
+        """Returns the metrics of the task for events.jsonl (docs/evaluation.md). Those of the first
+        score do not have its name."""
         first = self.scores[0]
         result = {
             "eval/problems": float(self.problems),
