@@ -8,7 +8,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,18 +247,20 @@ def _scores(graph: Graph, params: Any, tokens_BT: jax.Array, step: Step) -> jax.
 
 
 def _program(graph: Graph, values: Values) -> Any:
-    """Compiles values of a batch for weights of the graph."""
+    """Compiles values of a batch, (params, tokens, segments) -> float32[B, T], for weights of the
+    graph."""
+
+    def run(params, tokens_BT, segments_BT):
+        return values(graph, params, tokens_BT, make_step(tokens_BT, segments=segments_BT))
+
     # The program runs twice: on CPU this level compiles it in less time.
     options = {"xla_backend_optimization_level": 1} if graph.layout.platform == "cpu" else None
-    return jax.jit(
-        partial(values, graph), out_shardings=graph.layout.replicated, compiler_options=options
-    )
+    return jax.jit(run, out_shardings=graph.layout.replicated, compiler_options=options)
 
 
 def _on_rows(model: Model, program: Any, batch: _Batch) -> np.ndarray:
     """Returns float32[B, T] on the host, 0 at the first token of a row and on padding."""
-    step = make_step(jnp.asarray(batch.tokens), segments=jnp.asarray(batch.segments))
-    result = program(model.params, jnp.asarray(batch.tokens), step)
+    result = program(model.params, batch.tokens, batch.segments)
     numbers = np.asarray(block_on_cpu_mesh(result, model.graph.layout))
     follows = np.pad(batch.segments, ((0, 0), (1, 0)))[:, :-1] * batch.segments
     return np.where(follows, numbers, 0.0)

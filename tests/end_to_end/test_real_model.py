@@ -146,3 +146,45 @@ def test_sft_and_grpo_run_and_the_export_is_read_by_transformers(directory, tmp_
         .numpy()
     )
     assert 0 < np.abs(trained - start).max() < 1e-3
+
+
+def test_the_gguf_file_itself_is_trained_exported_and_read_back(
+    script, directory, tmp_path, monkeypatch
+):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = script.source() / script.FILE
+    before = policy.load(directory)
+    for path, weight in policy.load(file).params.items():
+        assert np.array_equal(np.asarray(weight), np.asarray(before.params[path])), path
+    config = yaml.safe_load(CONFIG.read_text())
+    config["model"]["source"] = str(file)
+    config["run"] = {"dir": str(tmp_path / "run"), "log_every": 1}
+    config["evaluation"] = None
+    rate = {"optimizer": {"learning_rate": 1e-5}}
+    config["stages"] = [{"algorithm": "sft", "steps": 2, "prompts_per_step": 4, **rate}]
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(config))
+    assert cli.train_main([str(tmp_path / "run.yml")]) == 0
+    out = tmp_path / "out"
+    options = ["--gguf", "f16", "--platform", "cpu"]
+    assert cli.main(["export", str(tmp_path / "run"), str(out), *options]) == 0
+    trained = AutoModelForCausalLM.from_pretrained(
+        out,
+        gguf_file="out-F16.gguf",
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(out, gguf_file="out-F16.gguf")
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(directory).chat_template
+    prompts = conversations(tokenizer)
+    trained.save_pretrained(tmp_path / "theirs")
+    expected = greedy_of_transformers(tmp_path / "theirs", prompts)
+    generator = Generator(policy.load(out / "out-F16.gguf"), max_length=96, slots=4)
+    params = SamplingParams(temperature=0.0, max_new_tokens=NEW, stop_token_ids=(2,))
+    ours = [each[0].tokens for each in generator.generate(prompts, params)]
+    assert [list(tokens) for tokens in ours] == expected
+    start = before.params["stacks.0.layers.0.feed_forward.up_proj"]
+    change = policy.load(out / "out-F16.gguf").params["stacks.0.layers.0.feed_forward.up_proj"]
+    assert 0 < np.abs(np.asarray(start) - np.asarray(change)).max() < 1e-2
