@@ -31,6 +31,8 @@ from side_by_side import process
 
 REMAT = "minimal_flash"
 WARM = 2
+SAMPLES = 4  # of a prompt in a GRPO step
+NEW_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,11 @@ def measure(options: argparse.Namespace, stage: str, files: str) -> list[Cost]:
     """Returns the costs of all programs of a stage, which take their steps in turns."""
     turns = options.repeats + WARM
     module = {"sft": sft, "grpo": grpo}[stage]
-    is_real = options.model not in MODELS
     if stage == "sft":
         work = sft.Work(files, turns, options.rows, options.longest, REMAT)
-    elif is_real:
-        work = grpo.Work(files, turns, 4, 16, is_real=True, remat=REMAT)
     else:
-        work = grpo.Work(files, turns, remat=REMAT)
+        is_real = options.model not in MODELS
+        work = grpo.Work(files, turns, SAMPLES, NEW_TOKENS, is_real=is_real, remat=REMAT)
     with ExitStack() as stack:
         programs = [
             Program(f"{name}, {'weights' if rank is None else 'adapter'}", steps, rank)

@@ -4,21 +4,23 @@
 - `gkd` and `opd`, in which the teacher grades the policy's own samples (on policy),
 - `grpo`, with a reward that checks the answer, without a teacher.
 
-The task is to add two to four numbers below 51 one after the other, `6+5+4=11+4=15`. The teacher, a
-million weights (`1m` of models.py), learns it by SFT from demonstrations. For each seed a student of
-a quarter of that first learns from `--start` steps of demonstrations. All ways go on from these
-weights, with 128 completions and one update a step and the same optimizer; each has the learning
-rate of `RATES`, chosen with another seed (`--seeds 9 --rates ...`).
+The task is to add two or three numbers below 21 one after the other, `6+15+4=21+4=25`. The teacher,
+a million weights (`1m` of models.py), learned by SFT to add two to four numbers below 51, other
+than the held-out sums. For each seed a student of a quarter of that first learns from `--start`
+steps of demonstrations. All ways go on from these weights, with 128 completions and one update a
+step and the same optimizer. `--rates` replaces the learning rates of `RATES`, to choose others with
+another seed.
 
 - Tokens are those of completions that are drawn, by the policy or by the teacher, and those that
   are trained on. No text of the teacher is used twice.
 - Seconds are those of processors, of the run and its workers, since other programs may be at work.
-  Those in which the teacher drew the texts of a step count for it. Evaluations, the start of a run
-  and its first step, which compiles, count for neither.
+  A step counts the median of all steps of its run, so that compilation counts for none, and with
+  texts those in which the teacher drew them. Evaluations and the start of a run do not count.
 - Accuracy is greedy, on `--problems` held-out sums. Between two evaluations it is interpolated. The
   intervals of 95% come from the differences between seeds (Student's t, two-sided).
 
-Runs that are in the folder are not repeated. Two never run at once.
+Runs that are in the folder are not repeated: name another one for other options. Two never run at
+once.
 
     python benchmarks/teachers.py
     python benchmarks/teachers.py --seeds 9 --ways gkd opd --rates 1e-3 2e-3 --steps 60
@@ -34,6 +36,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +49,14 @@ from models import MODELS
 
 PROMPTS = 32
 SAMPLES = 4
-MAX_LENGTH = 64
-NEW_TOKENS = 32
-EVERY = 20  # steps between evaluations
-POLL = 0.05  # seconds
+MICRO_BATCH = 16  # few shapes of packed rows, which all ways have: compilation is most of a run
+EVERY = 25  # steps between evaluations
+ROOM = 1.05  # texts that are drawn for each that is read, as some are cut off or empty
+POLL = 0.1  # seconds
 RL = "import sys; from rl.commands.cli import main; sys.exit(main(sys.argv[1:]))"
 ALPHABET = "0123456789+="
 TEACHER = MODELS["1m"] | {"vocab_size": 32}
 STUDENT = TEACHER | {"hidden_size": 64, "intermediate_size": 256, "head_dim": 16}
-TASK = {
-    "task": "arithmetic",
-    "options": {
-        "min_terms": 2,
-        "terms": 4,
-        "decay": 0.8,
-        "max_operand": 50,
-        "problems": 20_000,
-        "style": "steps",
-    },
-}
 ANSWER = {"name": "exact_answer", "options": {"pattern": "=?([0-9]+)$"}}
 WAYS: dict[str, dict[str, Any]] = {
     "sft": {"name": "sft"},
@@ -75,7 +67,36 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 ON_TEXTS = ("sft", "distill")
 WITH_TEACHER = ("distill", "gkd", "opd")
-RATES = {"sft": 1e-3, "distill": 1e-3, "gkd": 1e-3, "opd": 1e-3, "grpo": 1e-3}
+RATES = {"sft": 3e-3, "distill": 3e-3, "gkd": 3e-3, "opd": 1e-3, "grpo": 1e-3}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Sums that are added one after the other, tokens of the longest with its prompt, and alone."""
+
+    options: dict[str, Any]
+    max_length: int
+    new_tokens: int
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """Returns the section `data` of a configuration."""
+        return {"task": "arithmetic", "options": self.options | {"min_terms": 2, "style": "steps"}}
+
+
+SUMS = Task({"terms": 3, "max_operand": 20}, 24, 12)
+TEACHERS_SUMS = Task({"terms": 4, "decay": 0.8, "max_operand": 50, "problems": 20_000}, 64, 32)
+
+
+@dataclass(frozen=True)
+class DemonstrationRun:
+    """A run in which a model learns from demonstrations: its name, shape, task, seed and learning rate."""
+
+    name: str
+    model: dict[str, Any]
+    task: Task
+    seed: int
+    rate: float
 
 
 @dataclass(frozen=True)
@@ -117,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ways", choices=list(WAYS), nargs="+", default=list(WAYS))
     parser.add_argument("--rates", type=float, nargs="+", help="default: the one of each way")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--start", type=int, default=400, help="steps of demonstrations before")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--start", type=int, default=100, help="steps of demonstrations before")
     parser.add_argument("--teacher-steps", type=int, default=600)
     parser.add_argument("--problems", type=int, default=1024)
     parser.add_argument("--folder", type=Path, default=Path("runs/teachers_benchmark"))
@@ -143,7 +164,8 @@ def curve(options: argparse.Namespace, way: str, rate: float, seed: int) -> list
         stage = {
             "algorithm": WAYS[way],
             "steps": options.steps,
-            "optimizer": {"learning_rate": rate, "warmup_steps": 10},
+            "micro_batch": MICRO_BATCH,
+            "optimizer": optimizer(rate, 10),
         }
         seconds = 0.0
         if way in ON_TEXTS:
@@ -151,8 +173,10 @@ def curve(options: argparse.Namespace, way: str, rate: float, seed: int) -> list
             stage |= {"prompts_per_step": PROMPTS * SAMPLES, "data": {"path": str(texts.file)}}
             seconds = texts.seconds * PROMPTS * SAMPLES
         else:
-            stage |= {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
-        config = configuration(options, run, start, stage) | {"seed": seed}
+            sampled = {"prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES}
+            stage |= sampled | {"shared_prefix": "never"}
+        config = configuration(run, start, SUMS, stage) | {"seed": seed}
+        config["evaluation"] = evaluation(SUMS, EVERY, options.problems)
         if way in WITH_TEACHER:
             config["teacher"] = {"source": str(teacher(options))}
         clock = train(config)
@@ -163,41 +187,53 @@ def curve(options: argparse.Namespace, way: str, rate: float, seed: int) -> list
 
 def teacher(options: argparse.Namespace) -> Path:
     """Returns the directory of the teacher, which it trains unless it is there."""
-    return demonstrated(options, "teacher", TEACHER, 0, options.teacher_steps, 2e-3)
+    demonstration = DemonstrationRun("teacher", TEACHER, TEACHERS_SUMS, 0, 2e-3)
+    return demonstrated(options.folder, demonstration, options.teacher_steps, options.problems)
 
 
 def student(options: argparse.Namespace, seed: int) -> Path:
     """Returns the directory of the student as all ways start from it."""
-    return demonstrated(options, f"student-{seed}", STUDENT, seed, options.start, 3e-3)
+    demonstration = DemonstrationRun(f"student-{seed}", STUDENT, SUMS, seed, 3e-3)
+    return demonstrated(options.folder, demonstration, options.start, options.problems)
 
 
-def demonstrated(
-    options: argparse.Namespace, name: str, model: dict, seed: int, steps: int, rate: float
-) -> Path:
-    """Returns the directory of a model that learned from demonstrations for some steps."""
-    run = options.folder / name
+def demonstrated(folder: Path, demonstration: DemonstrationRun, steps: int, problems: int) -> Path:
+    """Returns the directory of a model after some steps of demonstrations, and makes it unless it
+    is there."""
+    run = folder / demonstration.name
     if not (run / "export").is_dir():
         import policy
         from policy import families
 
-        random = options.folder / f"{name}-random"
-        policy.save(policy.create(families.read(model), seed=seed), random)
+        random = folder / f"{demonstration.name}-random"
+        policy.save(
+            policy.create(families.read(demonstration.model), seed=demonstration.seed), random
+        )
         stage = {
             "algorithm": "sft",
             "steps": steps,
             "prompts_per_step": 128,
-            "optimizer": {
-                "learning_rate": rate,
-                "warmup_steps": 20,
-                "schedule": "linear",
-                "final_fraction": 0.1,
-            },
+            "optimizer": optimizer(demonstration.rate, 20),
         }
-        config = configuration(options, run, random, stage) | {"seed": seed}
-        config["evaluation"]["every"] = steps
+        config = configuration(run, random, demonstration.task, stage) | {
+            "seed": demonstration.seed
+        }
+        config["evaluation"] = evaluation(demonstration.task, steps, problems)
         train(config)
-        print(f"{name}: accuracy {events(run)[-1]['metrics'][ACCURACY]:.3f}", flush=True)
+        print(
+            f"{demonstration.name}: accuracy {events(run)[-1]['metrics'][ACCURACY]:.3f}", flush=True
+        )
     return run / "export"
+
+
+def optimizer(rate: float, warmup: int) -> dict[str, Any]:
+    """Returns settings of AdamW whose rate falls to a tenth."""
+    return {
+        "learning_rate": rate,
+        "warmup_steps": warmup,
+        "schedule": "linear",
+        "final_fraction": 0.1,
+    }
 
 
 def teacher_texts(options: argparse.Namespace) -> Texts:
@@ -206,46 +242,55 @@ def teacher_texts(options: argparse.Namespace) -> Texts:
     file = options.folder / "texts.jsonl"
     told = options.folder / "texts.json"
     if not told.is_file():
-        import rl.tasks
-
-        problems = rl.tasks.problems(TASK["task"], TASK["options"], "train")
-        rows = options.steps * PROMPTS * SAMPLES
         prompts = options.folder / "prompts.jsonl"
-        lines = [json.dumps({"prompt": problem.prompt}) for problem in problems]
-        prompts.write_text("\n".join(lines) + "\n")
+        write_rows(prompts, training_prompts(round(options.steps * PROMPTS * SAMPLES * ROOM)))
         drawn = options.folder / "drawn.jsonl"
-        samples = -(-rows // len(problems))
-        given = ["--prompts", prompts, "--output", drawn, "--samples", samples, "--slots", 256]
-        sampling = ["--max-new-tokens", NEW_TOKENS, "--temperature", 1.0, "--platform", "cpu"]
+        given = ["--prompts", prompts, "--output", drawn, "--slots", 256]
+        sampling = ["--max-new-tokens", SUMS.new_tokens, "--temperature", 1.0, "--platform", "cpu"]
         clock = watched(["generate", teacher(options), *given, *sampling], options.folder, drawn)
         texts = [json.loads(line) for line in drawn.read_text().splitlines()]
-        kept = [text for text in texts if text["finish"] == "stop"]
-        with file.open("w") as out:
-            for text in kept:
-                row = {"prompt": text["prompt"], "completion": text["completion"]}
-                print(json.dumps(row), file=out)
+        kept = [text for text in texts if text["finish"] == "stop" and text["completion"]]
+        write_rows(file, [{key: text[key] for key in ("prompt", "completion")} for text in kept])
         seconds = clock.between(clock.times[0], clock.times[-1]) / len(texts)
         told.write_text(json.dumps({"seconds": seconds, "drawn": len(texts), "kept": len(kept)}))
         print(f"texts of the teacher: {told.read_text()}", flush=True)
     return Texts(file, json.loads(told.read_text())["seconds"])
 
 
-def configuration(
-    options: argparse.Namespace, run: Path, model: Path, stage: dict[str, Any]
-) -> dict[str, Any]:
+def training_prompts(count: int) -> list[dict[str, str]]:
+    """Returns rows with prompts of the task in a random order, each as often as the others."""
+    import rl.tasks
+
+    problems = rl.tasks.problems(SUMS.data["task"], SUMS.data["options"], "train")
+    rng = np.random.default_rng(0)
+    rounds = range(-(-count // len(problems)))
+    order = np.concatenate([rng.permutation(len(problems)) for _ in rounds])[:count]
+    return [{"prompt": problems[number].prompt} for number in order]
+
+
+def write_rows(file: Path, rows: Iterable[dict[str, str]]) -> None:
+    """Writes rows as JSON lines."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def configuration(run: Path, model: Path, task: Task, stage: dict[str, Any]) -> dict[str, Any]:
     """Returns the configuration of a run of one stage from the weights in `model`."""
     return {
         "run": {"dir": str(run), "checkpoint_every": 0, "log_every": 1000},
         "platform": "cpu",
-        "model": {"source": str(model), "remat": "none", "scan": False},
+        "model": {"source": str(model), "remat": "none", "scan": True},
         "tokenizer": {"source": "characters", "alphabet": ALPHABET},
-        "max_length": MAX_LENGTH,
-        "data": TASK,
+        "max_length": task.max_length,
+        "data": task.data,
         "rewards": {"functions": [ANSWER], "workers": 1},
-        "evaluation": {"data": TASK, "every": EVERY, "problems": options.problems},
-        "generator": {"slots": PROMPTS * SAMPLES},
-        "stages": [stage | {"sampling": {"max_new_tokens": NEW_TOKENS}}],
+        "generator": {"slots": PROMPTS * SAMPLES, "batch_sizes": []},
+        "stages": [stage | {"sampling": {"max_new_tokens": task.new_tokens}}],
     }
+
+
+def evaluation(task: Task, every: int, problems: int) -> dict[str, Any]:
+    """Returns the section `evaluation` of a configuration. every: steps."""
+    return {"data": task.data, "every": every, "problems": problems}
 
 
 def train(config: dict[str, Any]) -> Clock:
@@ -296,20 +341,22 @@ def events(run: Path) -> list[dict[str, Any]]:
 
 
 def evaluations(rows: Sequence[dict], clock: Clock, texts: float) -> Iterable[Mark]:
-    """Yields the evaluations of a run. texts: processor seconds in which a teacher drew what a step
-    reads."""
+    """Yields the evaluations of a run. A step counts the median of the processor seconds of all
+    steps, since some compile programs.
+
+    texts: processor seconds in which a teacher drew what a step reads.
+    """
+    used = [
+        clock.between(before["time"], row["time"] - row["metrics"].get("time/eval", 0.0))
+        for before, row in pairwise(rows)
+    ]
+    step_seconds = texts + float(np.median(used))
     tokens = 0.0
-    seconds = 0.0
-    before = 0.0
     for row in rows:
         metrics = row["metrics"]
-        if row["step"]:
-            tokens += step_tokens(metrics)
-        if row["step"] > 1:
-            seconds += texts + clock.between(before, row["time"] - metrics.get("time/eval", 0.0))
-        before = row["time"]
+        tokens += step_tokens(metrics) if row["step"] else 0.0
         if ACCURACY in metrics:
-            yield Mark(tokens, seconds, metrics[ACCURACY])
+            yield Mark(tokens, row["step"] * step_seconds, metrics[ACCURACY])
 
 
 def step_tokens(metrics: dict[str, float]) -> float:

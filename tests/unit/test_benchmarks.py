@@ -282,7 +282,7 @@ def test_lora_compares_the_last_evaluations_of_runs(script, tmp_path, capsys):
 
 
 def test_ways_to_learn_are_compared_after_equal_tokens_and_equal_processor_seconds(script):
-    """The first step, starts and evaluations count for no seconds; a teacher's texts count as drawn
+    """A step counts the median of its run, without evaluations; a teacher's texts count as drawn
     and as its seconds."""
     teachers = script("teachers")
     clock = teachers.Clock((0.0, 100.0), (0.0, 200.0))  # two busy processors
@@ -292,16 +292,16 @@ def test_ways_to_learn_are_compared_after_equal_tokens_and_equal_processor_secon
         rows.append({"step": step, "time": 10.0 + 4 * step, "metrics": metrics})
     rows[-1]["metrics"] |= {"eval/greedy_accuracy": 0.5, "time/eval": 1.0}
     of_texts = list(teachers.evaluations(rows, clock, 3.0))
-    assert of_texts == [teachers.Mark(0.0, 0.0, 0.1), teachers.Mark(150.0, 8 + 6 + 2 * 3, 0.5)]
+    assert of_texts == [teachers.Mark(0.0, 0.0, 0.1), teachers.Mark(150.0, 3 * (8 + 3), 0.5)]
     for row in rows[1:]:
         row["metrics"]["completion/mean_length"] = 0.25
     drawn = 0.25 * teachers.PROMPTS * teachers.SAMPLES
     of_policy = list(teachers.evaluations(rows, clock, 0.0))
-    assert of_policy[-1] == teachers.Mark(3 * (25 + drawn), 14.0, 0.5)
+    assert of_policy[-1] == teachers.Mark(3 * (25 + drawn), 3 * 8.0, 0.5)
     curves = {"sft": [of_texts], "grpo": [of_policy]}
     lines = teachers.table(curves, "seconds", lambda mark: mark.seconds).splitlines()
-    assert lines[0] == "| seconds | 0 | 4 | 7 | 10 | 14 |"
-    assert lines[2] == "| sft | 0.100 | 0.170 | 0.240 | 0.310 | 0.380 |"
+    assert lines[0] == "| seconds | 0 | 6 | 12 | 18 | 24 |"
+    assert lines[2] == "| sft | 0.100 | 0.173 | 0.245 | 0.318 | 0.391 |"
     assert lines[3] == "| grpo | 0.100 | 0.200 | 0.300 | 0.400 | 0.500 |"
 
 
