@@ -96,11 +96,12 @@ def test_a_signal_lets_streams_end_and_refuses_new_requests(process):
 def test_a_second_signal_ends_at_once(process):
     url = line_of(process).split(" at ")[1].split()[0]
     headers = {"authorization": "Bearer a-key-for-the-tests"}
-    body = {"prompt": "a", "max_tokens": 2000, "stream": True, "logit_bias": {"2": -100}}
+    body = {"prompt": "a", "max_tokens": 2000, "n": 8, "stream": True, "logit_bias": {"2": -100}}
     with httpx.stream(
         "POST", f"{url}/completions", json=body, headers=headers, timeout=300
     ) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # without a name it would be closed, and the request with it
+        next(lines)
         process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
