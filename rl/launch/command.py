@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import tomllib
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 
 import rl
@@ -25,8 +26,21 @@ from rl.launch.job import (
 )
 from rl.launch.kinds import KINDS
 from rl.launch.machines import Machines
+from rl.remote.urls import scheme_of
 
 _LEAST_GRACE = 300
+_OF_KINDS = {
+    "project": ("xpk", "tpu-vm"),
+    "zone": ("xpk", "tpu-vm", "sky"),
+    "cluster": ("xpk",),
+    "namespace": ("jobset", "xpk"),
+    "service_account": ("jobset", "tpu-vm"),
+    "partition": ("slurm",),
+    "account": ("slurm",),
+    "time": ("slurm",),
+    "setup": ("slurm",),
+}
+"""Options that only some kinds read."""
 
 
 def launch(arguments: argparse.Namespace, files: list[str], overrides: list[str]) -> int:
@@ -37,13 +51,16 @@ def launch(arguments: argparse.Namespace, files: list[str], overrides: list[str]
     kind = arguments.kind
     if kind not in KINDS:
         raise ConfigError(f"{kind}: `rl launch` knows no such kind{nearest(kind, KINDS)}")
+    _check_extras(arguments.extra)
     machines = Machines.read(arguments.topology, arguments.chips_per_host)
     if kind == "xpk" and machines.platform == "tpu" and machines.chips == 8:
         machines = replace(machines, hosts=2, chips=4)  # the machines that xpk takes for 2x4
     job = _job(arguments, machines, files)
     KINDS[kind](job)  # refuses machines before the configuration is read
     config = launched_config(files, overrides, machines, check=not arguments.no_check)
-    job = replace(job, extras=_extras(arguments, config))
+    bucket = {scheme for scheme in [scheme_of(job.bucket or "")] if scheme}
+    extras = tuple(dict.fromkeys([*config.extras, *arguments.extra]))
+    job = replace(job, extras=extras, schemes=config.schemes | bucket)
     launched = KINDS[kind](job)
     texts = {**launched.files, f"{FILES}/{RUN_FILE}": config.yaml}
     remarks = [*launched.remarks, *config.remarks, *_remarks(kind, job, config)]
@@ -51,6 +68,7 @@ def launch(arguments: argparse.Namespace, files: list[str], overrides: list[str]
     if kind != "slurm":  # whose nodes see the folder of the command line
         copied = {f"{FILES}/{path.as_posix()}": path for path in config.local}
         remarks += config.left_out
+    remarks += _unused(arguments)
     written = folder.write(arguments.output, texts, copied, force=arguments.force)
     print(_summary(job, launched, remarks, arguments.output, written))
     return 0
@@ -78,6 +96,7 @@ def _job(arguments: argparse.Namespace, machines: Machines, files: list[str]) ->
         wheel=_wheel(),
         version=_version(),
         extras=(),
+        schemes=frozenset(),
         folder=str(Path.cwd()),
         directory=str(arguments.output.absolute()),
         places=Places(
@@ -100,12 +119,28 @@ def _version() -> str:
         return "dev"
 
 
+def _checkout() -> Path | None:
+    """Returns the folder of the source that runs here; None: an installed wheel runs."""
+    root = Path(rl.__file__).parents[1]
+    return root if (root / "pyproject.toml").is_file() else None
+
+
 def _wheel() -> str:
     """Returns what `pip wheel` takes: the checkout that runs here, or the installed version."""
-    root = Path(rl.__file__).parents[1]
-    if (root / "pyproject.toml").is_file():
-        return str(root)
-    return f"duet-rl=={_version()}"
+    root = _checkout()
+    return f"duet-rl=={_version()}" if root is None else str(root)
+
+
+def _check_extras(names: list[str]) -> None:
+    """Raises ConfigError for a name that is no extra of duet-rl: pip only warns about it."""
+    if (root := _checkout()) is not None:
+        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        known = list(project["optional-dependencies"])
+    else:
+        known = metadata("duet-rl").get_all("Provides-Extra") or []
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--extra {name}: duet-rl has no such extra{nearest(name, known)}")
 
 
 def _summary(
@@ -117,15 +152,18 @@ def _summary(
     if remarks:
         lines += ["note:", *(f"  {remark}" for remark in remarks)]
     lines += ["type:", f"  cd {shlex.quote(str(directory))}"]
-    for what, command in launched.commands:
-        lines += [f"  # {what}", f"  {command}"]
+    for command in launched.commands:
+        lines += [f"  # {command.purpose}", f"  {command.line}"]
     return "\n".join(lines)
 
 
-def _extras(arguments: argparse.Namespace, config: LaunchedConfig) -> tuple[str, ...]:
-    """Returns those that the user names, and those that the bucket and the configuration need."""
-    bucket = ["gcs"] if (arguments.bucket or "").startswith(("gs://", "gcs://")) else []
-    return tuple(dict.fromkeys([*bucket, *config.extras, *arguments.extra]))
+def _unused(arguments: argparse.Namespace) -> list[str]:
+    """Returns remarks on options that are given and that the kind does not read."""
+    return [
+        f"--{name.replace('_', '-')} is not used: it is for {', '.join(kinds)}"
+        for name, kinds in _OF_KINDS.items()
+        if getattr(arguments, name) and arguments.kind not in kinds
+    ]
 
 
 def _remarks(kind: str, job: Job, config: LaunchedConfig) -> list[str]:

@@ -13,6 +13,7 @@ from rl.config.data import datasets_of
 from rl.config.files import RunConfig, merged, report, resolved_yaml, validate
 from rl.errors import ConfigError
 from rl.launch.machines import Machines
+from rl.remote.urls import scheme_of
 from rl.run.load import load
 
 _LARGEST = 64 * 2**20
@@ -21,13 +22,14 @@ _LARGEST = 64 * 2**20
 @dataclass(frozen=True)
 class LaunchedConfig:
     """yaml: the file of the run. local: files and folders of this machine that the run reads, by
-    their relative paths. extras: of the wheel, that its keys need. is_remote: whether it names a
-    remote folder. remarks: what differs from the configuration. left_out: remarks on files that
-    cannot be copied."""
+    their relative paths. extras: of the wheel, that its keys need. schemes: of the URLs that it
+    names. is_remote: whether it names a remote folder. remarks: what differs from the
+    configuration. left_out: remarks on files that cannot be copied."""
 
     yaml: str
     local: list[Path]
     extras: list[str]
+    schemes: frozenset[str]
     is_remote: bool
     remarks: list[str]
     left_out: list[str]
@@ -57,19 +59,24 @@ def launched_config(
         config = load(files, overrides) if check else _unchecked(files, overrides)
     _check_mesh(config, machines)
     local, left_out = _local_files(config)
-    is_remote = config.run.remote is not None
-    extras = _extras(config)
-    return LaunchedConfig(resolved_yaml(config), local, extras, is_remote, remarks, left_out)
+    schemes = (scheme_of(text) for text in _texts(config.model_dump()))
+    return LaunchedConfig(
+        yaml=resolved_yaml(config),
+        local=local,
+        extras=_extras(config),
+        schemes=frozenset(filter(None, schemes)),
+        is_remote=config.run.remote is not None,
+        remarks=remarks,
+        left_out=left_out,
+    )
 
 
 def _extras(config: RunConfig) -> list[str]:
     """Returns the extras of the wheel that keys of the configuration need, where they say so."""
-    texts = list(_texts(config.model_dump()))
     made = [each.task for each in datasets_of(config.data) if each.task is not None]
     rewards = [config.rewards, *(stage.rewards for stage in config.stages)]
     names = [each.name for settings in rewards if settings for each in settings.functions]
     needs = {
-        "gcs": any(text.startswith(("gs://", "gcs://")) for text in texts),
         "mlflow": config.run.mlflow is not None,
         "trackio": config.run.trackio is not None,
         "tasks": bool({"math", "reasoning_gym"} & {*names}) or any(map(_is_of_gym, made)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from rl.launch.job import Job
+from rl.launch.job import Command, Job
 
 FILES = "files"
 """Folder of what goes into the image: the wheel, the configuration, and files that it names."""
@@ -17,7 +17,8 @@ COPY {files}/*.whl /tmp/wheel/
 RUN pip install --no-cache-dir "$(echo /tmp/wheel/*.whl){extras}"{packages} && rm -r /tmp/wheel
 COPY {files}/ ./
 """
-_OF_SCHEME = {"s3": "s3fs", "abfs": "adlfs", "az": "adlfs"}
+_CLIENTS = {"s3": "s3fs", "s3a": "s3fs", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs"}
+"""Packages by the scheme of a URL."""
 _WHAT = {"tpu": "TPUs", "gpu": "GPUs (jax brings CUDA; the host has the driver)", "cpu": "CPUs"}
 _ENVIRONMENT = {
     "tpu": "ENV PYTHONUNBUFFERED=1\n",
@@ -30,14 +31,15 @@ _ENVIRONMENT = {
 def extras(job: Job) -> str:
     """Returns the extras of the wheel that the run needs, in brackets."""
     platform = {"tpu": ["tpu"], "gpu": ["cuda"], "cpu": []}[job.machines.platform]
-    names = [*platform, *job.extras]
+    buckets = ["gcs"] if job.schemes & {"gs", "gcs"} else []
+    names = dict.fromkeys([*platform, *buckets, *job.extras])
     return f"[{','.join(names)}]" if names else ""
 
 
 def packages(job: Job) -> str:
-    """Returns what else `pip install` gets: the package of the bucket, if no extra has it."""
-    name = _OF_SCHEME.get((job.bucket or "").partition("://")[0])
-    return f" {name}" if name else ""
+    """Returns what else `pip install` gets: clients of remote folders that no extra has."""
+    names = {_CLIENTS[scheme] for scheme in job.schemes if scheme in _CLIENTS}
+    return "".join(f" {name}" for name in sorted(names))
 
 
 def dockerfile(job: Job) -> dict[str, str]:
@@ -53,21 +55,24 @@ def dockerfile(job: Job) -> dict[str, str]:
     return {f"Dockerfile.{platform}": text}
 
 
-def wheel_command(job: Job) -> tuple[str, str]:
-    return ("make the wheel", f"pip wheel --no-deps -w {FILES} {shlex.quote(job.wheel)}")
+def wheel_command(job: Job) -> Command:
+    """Returns the command that makes the wheel, in the place of one of an earlier version: the
+    image takes the only one that is there."""
+    make = f"pip wheel --no-deps -w {FILES} {shlex.quote(job.wheel)}"
+    return Command("make the wheel", f"rm -f {FILES}/duet_rl-*.whl && {make}")
 
 
-def image_commands(job: Job) -> list[tuple[str, str]]:
+def image_commands(job: Job) -> list[Command]:
     """Returns the commands that make the image and send it to its registry."""
     image = shlex.quote(job.tag)
     platform = job.machines.platform
     return [
         wheel_command(job),
-        (
+        Command(
             "make the image",
             f"docker build --platform linux/amd64 -f Dockerfile.{platform} -t {image} .",
         ),
-        ("send it to its registry", f"docker push {image}"),
+        Command("send it to its registry", f"docker push {image}"),
     ]
 
 

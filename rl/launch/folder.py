@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -25,16 +26,18 @@ def write(
     contents = {name: text.encode() for name, text in files.items()}
     for name, source in copied.items():
         contents |= {path: file.read_bytes() for path, file in _files(name, source)}
-    known = _written(directory)
-    others = [
+    recorded = _recorded(directory)
+    known = recorded or {}
+    others = [WRITTEN] if recorded is None else []
+    others += [
         name
         for name, content in contents.items()
         if (directory / name).exists() and not _ours(directory / name, content, known.get(name))
     ]
     if others and not force:
         raise ConfigError(
-            f"{directory}: {', '.join(others)}: `rl launch` has not written this, or it was "
-            "changed since; give another folder, or --force to replace it"
+            f"{directory}: {', '.join(others)}: `rl launch` has not written this, or somebody "
+            "has changed it since; give another folder, or --force to replace it"
         )
     try:
         for name, content in contents.items():
@@ -56,13 +59,20 @@ def _files(name: str, source: Path) -> Iterator[tuple[str, Path]]:
             yield f"{name}/{file.relative_to(source).as_posix()}", file
 
 
-def _written(directory: Path) -> dict[str, str]:
-    file = directory / WRITTEN
+def _recorded(directory: Path) -> dict[str, str] | None:
+    """Returns the hashes of launch.json; None if a file of somebody else has its name."""
     try:
-        hashes = json.loads(file.read_text())
-    except (OSError, ValueError):
+        hashes = json.loads((directory / WRITTEN).read_text())
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    return hashes if isinstance(hashes, dict) else {}
+    except (OSError, ValueError):
+        return None
+    is_ours = isinstance(hashes, dict) and all(map(_is_hash, hashes.values()))
+    return hashes if is_ours else None
+
+
+def _is_hash(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
 
 
 def _ours(path: Path, content: bytes, known: str | None) -> bool:

@@ -81,8 +81,9 @@ class Job:
     name: of the job and of the folder of the run. bucket: remote folder of runs. image: of the
     container; None: none was named. grace: seconds from the request to stop to the kill.
     max_restarts: starts after the first. setup: shell lines before the run, on SLURM. wheel: what
-    `pip wheel` takes to make the wheel. extras: of the wheel, besides that of the platform. folder:
-    working directory of the command line. directory: of the files. Both are absolute.
+    `pip wheel` takes to make the wheel. extras: of the wheel, besides those of the platform and the
+    schemes. schemes: of the URLs that the run reads and writes, such as gs. folder: working
+    directory of the command line. directory: of the files. Both are absolute.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Job:
     wheel: str
     version: str
     extras: tuple[str, ...]
+    schemes: frozenset[str]
     folder: str
     directory: str
     places: Places = field(default_factory=Places)
@@ -117,18 +119,31 @@ class Job:
             command.append(f"run.remote={self.remote}")
         return command
 
+    def train_on_tpus(self) -> list[str]:
+        """Returns the command of a process on TPUs, where jax finds the other hosts by itself: a
+        single host must not look for others."""
+        return [*self.train(), *(["--processes", "1"] if self.machines.all_hosts == 1 else [])]
+
     @property
     def remote(self) -> str:
         return f"{self.bucket}/{self.name}"
 
 
 @dataclass(frozen=True)
+class Command:
+    """A line of shell for the user to type, and what it is for."""
+
+    purpose: str
+    line: str
+
+
+@dataclass(frozen=True)
 class Launched:
     """What a kind makes of a job: files by their path in the folder, the commands to type in order,
-    each with what it does, and remarks."""
+    and remarks."""
 
     files: dict[str, str]
-    commands: list[tuple[str, str]]
+    commands: list[Command]
     remarks: list[str] = field(default_factory=list)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from rl.errors import ConfigError
 from rl.launch.containers import dockerfile, image_commands, image_remarks
-from rl.launch.job import FAILING_CODES, PORT, RUNS, Job, Launched, Secret
+from rl.launch.job import FAILING_CODES, PORT, RUNS, Command, Job, Launched, Secret
 from rl.launch.yaml_text import dump
 
 FILE = "jobset.yaml"
@@ -29,7 +29,7 @@ def launched(job: Job) -> Launched:
     at = f" -n {job.places.namespace}" if job.places.namespace else ""
     commands = [*image_commands(job)]
     commands += [
-        (
+        Command(
             f"keep the secret {name} in the cluster, from variables of your shell",
             f"kubectl create secret generic {name}{at} "
             + " ".join(f'--from-literal={each.key}="${each.variable}"' for each in secrets),
@@ -37,20 +37,24 @@ def launched(job: Job) -> Launched:
         for name, secrets in _by_store(job).items()
     ]
     commands += [
-        ("start the run", f"kubectl apply{at} -f {FILE}"),
-        ("watch it", f"kubectl get jobset,pods{at} -l jobset.sigs.k8s.io/jobset-name={job.name}"),
-        (
+        Command("start the run", f"kubectl apply{at} -f {FILE}"),
+        Command(
+            "watch it", f"kubectl get jobset,pods{at} -l jobset.sigs.k8s.io/jobset-name={job.name}"
+        ),
+        Command(
             "read the console of process 0",
             f"kubectl logs{at} -f -l jobset.sigs.k8s.io/jobset-name={job.name},"
             "jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0",
         ),
-        ("stop it; it continues when you start it again", f"kubectl delete{at} jobset {job.name}"),
+        Command(
+            "stop it; it continues when you start it again", f"kubectl delete{at} jobset {job.name}"
+        ),
     ]
     return Launched({FILE: text, **dockerfile(job)}, commands, image_remarks(job))
 
 
-def _by_store(job: Job) -> dict[str, list]:
-    stores: dict[str, list] = {}
+def _by_store(job: Job) -> dict[str, list[Secret]]:
+    stores: dict[str, list[Secret]] = {}
     for each in job.secrets:
         stores.setdefault(each.kubernetes, []).append(each)
     return stores

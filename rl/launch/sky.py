@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from rl.errors import ConfigError
 from rl.launch.containers import FILES, extras, packages, wheel_command
-from rl.launch.job import PORT, RESTARTING_CODES, Job, Launched
+from rl.launch.job import PORT, RESTARTING_CODES, Command, Job, Launched
 from rl.launch.yaml_text import dump
 
 FILE = "sky.yaml"
@@ -52,10 +52,10 @@ def launched(job: Job) -> Launched:
         options += f" --config {SETTINGS}"
     commands = [
         wheel_command(job),
-        ("start the run", f"sky jobs launch{options} {FILE}"),
-        ("watch it", "sky jobs queue"),
-        ("read its console", f"sky jobs logs --name {job.name}"),
-        ("stop it", f"sky jobs cancel --name {job.name}"),
+        Command("start the run", f"sky jobs launch{options} {FILE}"),
+        Command("watch it", "sky jobs queue"),
+        Command("read its console", f"sky jobs logs --name {job.name}"),
+        Command("stop it", f"sky jobs cancel --name {job.name}"),
     ]
     return Launched(files, commands)
 

@@ -6,7 +6,7 @@ import shlex
 
 from rl.errors import ConfigError
 from rl.launch.containers import FILES, dockerfile, image_commands
-from rl.launch.job import FAILING_CODES, PORT, RUN_FILE, Job, Launched
+from rl.launch.job import FAILING_CODES, PORT, RUN_FILE, Command, Job, Launched
 from rl.launch.machines import Machines
 from rl.launch.shell import AGAIN, lines, quoted
 
@@ -84,16 +84,18 @@ def launched(job: Job) -> Launched:
     )
     commands = [
         *(image_commands(job) if job.image else []),
-        ("start the run", f"sbatch {FILE}"),
-        ("watch it", f"squeue --me --name={job.name}"),
-        (
+        Command("start the run", f"sbatch {FILE}"),
+        Command("watch it", f"squeue --me --name={job.name}"),
+        Command(
             "stop it; it continues when you start it again",
             f"scancel --batch --signal=TERM --name={job.name}",
         ),
     ]
     remarks = []
     if not job.image:
-        remarks.append("the nodes run `rl-train` of what --setup activates, or else of your shell")
+        remarks.append(
+            "the nodes run the `rl-train` that --setup activates, or else that of your shell"
+        )
     return Launched({FILE: script, **(dockerfile(job) if job.image else {})}, commands, remarks)
 
 

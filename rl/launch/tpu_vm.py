@@ -6,7 +6,7 @@ import shlex
 
 from rl.errors import ConfigError
 from rl.launch.containers import dockerfile, image_commands, image_remarks
-from rl.launch.job import Job, Launched, Secret
+from rl.launch.job import Command, Job, Launched, Secret
 from rl.launch.shell import AGAIN, FAILED, lines, quoted, required
 
 FILE = "tpu-vm.sh"
@@ -135,15 +135,15 @@ def launched(job: Job) -> Launched:
     commands = [
         *image_commands(job),
         *(
-            (
+            Command(
                 f"keep {each.variable} in Secret Manager, from a variable of your shell",
                 f'printf %s "${each.variable}" | '
                 f"gcloud secrets create {_secret(each)} --data-file=-",
             )
             for each in job.secrets
         ),
-        ("start the run, and follow it", f"bash {FILE}"),
-        (
+        Command("start the run, and follow it", f"bash {FILE}"),
+        Command(
             "delete the TPU VMs when the run has ended",
             f"gcloud compute tpus queued-resources delete {job.name} --force",
         ),
@@ -192,14 +192,13 @@ def _worker(job: Job) -> str:
         prepare += f"{each.variable}=$({value}) || exit 5\nexport {each.variable}\n"
     names = ",".join(each.variable for each in job.secrets)
     sudo = f"sudo --preserve-env={names}" if names else "sudo"
-    train = [*job.train(), *(["--processes", "1"] if job.machines.all_hosts == 1 else [])]
     words = [
         f"{sudo} docker run -d --name {job.name}",
         f"--privileged --net=host --shm-size=16g --stop-timeout={job.grace}",
         "-v /var/lib/duet/runs:/runs",
         *(f"-e {each.variable}" for each in job.secrets),
         quoted(job.tag),
-        *(shlex.quote(word) for word in train),
+        *(shlex.quote(word) for word in job.train_on_tpus()),
     ]
     return _WORKER.format(
         prepare=prepare,

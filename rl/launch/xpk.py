@@ -6,7 +6,7 @@ import shlex
 
 from rl.errors import ConfigError
 from rl.launch.containers import dockerfile, image_commands, image_remarks
-from rl.launch.job import RESTARTING_CODES, Job, Launched
+from rl.launch.job import RESTARTING_CODES, Command, Job, Launched
 from rl.launch.shell import lines, quoted, required
 
 FILE = "xpk.sh"
@@ -49,7 +49,7 @@ def launched(job: Job) -> Launched:
         f"--num-slices={machines.slices}",
         f"--docker-image={quoted(job.tag)}",
         # xpk runs the command in a shell of its own, which sends SIGTERM to its child.
-        f"--command={quoted('exec ' + shlex.join(_command(job)))}",
+        f"--command={quoted('exec ' + shlex.join(job.train_on_tpus()))}",
         f"--max-restarts={job.max_restarts}",
         f"--restart-on-exit-codes={','.join(map(str, RESTARTING_CODES))}",
         f"--termination-grace-period-seconds={job.grace}",
@@ -74,15 +74,11 @@ def launched(job: Job) -> Launched:
     at = f"--cluster={places.cluster or '$CLUSTER'}"
     commands = [
         *image_commands(job),
-        ("start the run", f"bash {FILE}"),
-        ("watch it", f"xpk workload list {at}"),
-        (
+        Command("start the run", f"bash {FILE}"),
+        Command("watch it", f"xpk workload list {at}"),
+        Command(
             "stop it; it continues when you start it again",
             f"xpk workload delete --workload={job.name} {at}",
         ),
     ]
     return Launched({FILE: script, **files}, commands, remarks)
-
-
-def _command(job: Job) -> list[str]:
-    return [*job.train(), *(["--processes", "1"] if job.machines.all_hosts == 1 else [])]

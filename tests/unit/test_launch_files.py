@@ -685,3 +685,27 @@ def test_the_commands_to_type_are_printed_with_the_folder(tmp_path, capsys):
     assert "docker push host/duet:1" in typed and "kubectl apply -f jobset.yaml" in typed
     assert "--bucket is missing" in "\n".join(lines)
     assert not re.search(r"(?m)^\s*#.*[A-Z]_TOKEN=", "\n".join(lines))
+
+
+def test_urls_of_the_configuration_name_the_clients_in_the_image(tmp_path):
+    options = ["run.remote=s3://b/r", "data=gs://b/rows.jsonl", "--no-check"]
+    assert launch("jobset", "2xh100:8", tmp_path, *options) == 0
+    assert '[cuda,gcs]" s3fs && rm' in (tmp_path / "Dockerfile.gpu").read_text()
+
+
+def test_a_launch_json_of_somebody_else_is_kept(tmp_path, capsys):
+    """Editors have a file of this name too."""
+    file = tmp_path / "launch.json"
+    file.write_text('{"version": "0.2.0", "configurations": []}')
+    assert launch("jobset", "v6e:4x4", tmp_path) == 2
+    assert "launch.json" in capsys.readouterr().err and not (tmp_path / "jobset.yaml").exists()
+    assert "configurations" in file.read_text()
+    assert launch("jobset", "v6e:4x4", tmp_path, "--force") == 0
+
+
+def test_options_of_another_kind_are_named_and_unknown_extras_refused(tmp_path, capsys):
+    assert launch("slurm", "2xh100:8", tmp_path, "--zone", "us-east5-a", "--time", "1:00") == 0
+    said = capsys.readouterr().out
+    assert "--zone is not used: it is for xpk, tpu-vm, sky" in said and "--time is" not in said
+    assert launch("slurm", "2xh100:8", tmp_path, "--extra", "visoin") == 2
+    assert "--extra visoin: duet-rl has no such extra (nearest: vision" in capsys.readouterr().err
