@@ -44,6 +44,11 @@ def is_adapter(path: str) -> bool:
     return path.endswith(_ENDS)
 
 
+def has_adapter(params: Mapping[str, Any]) -> bool:
+    """Tells whether weights, by path, have an adapter."""
+    return any(map(is_adapter, params))
+
+
 class Adapters:
     """The arrays that learn where a decoder has an adapter: what an optimizer asks of a model
     (rl/training/weights.py:LearningModel). It holds no array."""
@@ -121,9 +126,9 @@ class Adapters:
 
     def init(self, base: Mapping[str, jax.Array], seed: int) -> dict[str, jax.Array]:
         """Returns the arrays at the start, with which the decoder computes what it computes without
-        them: A uniform in +-1/sqrt(inputs of a product), as PEFT draws it, B = 0, m the norms of
-        the weights, and copies of the weights that learn in full. Of an embedding A is 0, and B is
-        normally distributed, as in PEFT.
+        them: A uniform in +-1/sqrt(inputs of a product), as PEFT draws it, B = 0, the magnitude the
+        norms of the weights, and copies of the weights that learn in full. Of an embedding A is 0,
+        and B is normally distributed, as in PEFT.
 
         base: the weights of the decoder. seed: of the run. The numbers do not depend on the mesh.
         """

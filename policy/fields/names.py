@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -262,13 +263,28 @@ def _parse(layout: str) -> tuple[tuple[_Axis, ...], tuple[str, ...]]:
     return tuple(axes), order
 
 
-def stored_axes(layout: str) -> tuple[list[tuple[str, str]], str]:
-    """Splits a layout into its stored axes, each as (text, letters), and our letters in order:
-    "(h d) e -> e h d" is ([("(h d)", "hd"), ("e", "e")], "ehd")."""
+class StoredAxis(NamedTuple):
+    """An axis of a stored tensor as the layout spells it, and its letters: "(h d)" and "hd"."""
+
+    text: str
+    letters: str
+
+
+class LayoutAxes(NamedTuple):
+    """The stored axes of a layout, and our letters in order."""
+
+    stored: list[StoredAxis]
+    ours: str
+
+
+def layout_axes(layout: str) -> LayoutAxes:
+    """Splits a layout into its axes: "(h d) e -> e h d" is [("(h d)", "hd"), ("e", "e")] and
+    "ehd"."""
     axes, ours = _parse(layout)
     texts = [match[0] for match in _AXIS.finditer(layout.partition(" -> ")[0])]
     pairs = zip(texts, axes, strict=True)
-    return [(text, "".join(axis.letters)) for text, axis in pairs], "".join(ours)
+    stored = [StoredAxis(text, "".join(axis.letters)) for text, axis in pairs]
+    return LayoutAxes(stored, "".join(ours))
 
 
 def joined(module: str, parts: tuple[str, ...], name: str, layout: str) -> Table:

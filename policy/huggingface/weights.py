@@ -84,7 +84,9 @@ def _change(
 def _with_adapter(
     graph: Graph, adapter: Adapter, path: str, small: list[float], weight: jax.Array
 ) -> jax.Array:
-    total, change = merged_weight(graph, adapter.spec, path, weight, adapter.params)
+    merged = merged_weight(graph, adapter.spec, path, weight, adapter.params)
+    total = merged.weight
+    change = float(merged.change)
     if total.dtype == jnp.bfloat16 and 0 < change < SMALL_CHANGE:
         small.append(change)
     if total.sharding.is_fully_addressable:

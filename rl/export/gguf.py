@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from policy.adapters.learning import has_adapter
 from policy.huggingface.file_error import ModelFileError
 from rl.data import models
 from rl.errors import ConfigError
@@ -37,7 +38,7 @@ def write(exported: Exportable, directory: Path, kind: GgufType, name: str) -> l
     from policy.huggingface.gguf import writer
 
     model = exported.model
-    if adapter.has_adapter(model):
+    if has_adapter(model.params):
         model = adapter.merged_model(exported)
     file = directory / f"{name}-{kind.upper()}.gguf"
     try:

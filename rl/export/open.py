@@ -81,9 +81,9 @@ def _checkpoint(request: ExportRequest, run: Path) -> Opened:
     media = weights.has_towers
     model = weights.load(request.dtype or config.model.param_dtype, media=media)
     exported = ExportedRun(config, weights.tokenizer, weights.default_stops, model, _show, media)
-    from rl.stages.export.adapter import has_adapter
+    from policy.adapters.learning import has_adapter
 
-    exported.chosen = _forms(request, has_adapter(model), config)
+    exported.chosen = _forms(request, has_adapter(model.params), config)
     read = weights.checkpoint
     assert read is not None  # the weights were loaded
     exported.place = Place(config.stage_names[read.stage], read.step)

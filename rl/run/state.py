@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from policy.adapters.learning import has_adapter
 from policy.mesh import processes
 from rewards.text import quoted
 from rl.accounting.program_memory import FILE, ProgramMemoryLog
@@ -145,7 +146,7 @@ class Run(Context):
 
     def _begin_adapter(self) -> BaseIdentity:
         """Gives the policy its adapter, unless it has one, and returns what is under it."""
-        if not adapters.has_adapter(self.model):
+        if not has_adapter(self.model.params):
             base.write(self, self.folder)
             adapters.begin(self.model, self.config)
             self.generator.engine.runner.forget_programs()

@@ -12,7 +12,7 @@ from policy import families
 from policy.adapter_spec import AdapterSpec
 from policy.config import Runtime
 from policy.huggingface.model_directory import places
-from policy.huggingface.peft.factors import FactorPair, factors
+from policy.huggingface.peft.factors import FactorPair, factor_form
 from policy.huggingface.peft.merge import MergeError, merged, product
 from policy.huggingface.peft.reader import read_adapter
 from policy.huggingface.peft.targets import TargetError, targets
@@ -77,7 +77,7 @@ def test_experts_of_the_numeric_fixture():
     numbers = np.arange(1, 9, dtype=np.float32) / 10
     graph = short("Qwen3_5Moe", num_experts=2, num_experts_per_tok=1)
     place = next(place for place in places(graph) if place.path.endswith("expert_down_proj"))
-    form = factors(place, place.stored)
+    form = factor_form(place, place.stored)
     assert form is not None
     a, b = form.stored_shapes(2)
     assert (a[0], b[1]) == (4, 4)  # experts times rank
@@ -366,5 +366,5 @@ def test_the_score_of_a_reward_model(llama, folder):
     directory = folder(q_projs() | {"base_model.model.score.weight": score})
     with pytest.raises(ModelFileError, match="unexpected tensors base_model.model.score.weight"):
         read_adapter(directory, llama)
-    others = read_adapter(directory, llama, ignore=("score.weight",)).others
+    others = read_adapter(directory, llama, others=("score.weight",)).others
     np.testing.assert_array_equal(others["score.weight"], score)

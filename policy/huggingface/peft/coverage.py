@@ -19,16 +19,16 @@ from policy.huggingface.peft.targets import (
     routed,
     target_layers,
 )
-from policy.huggingface.peft.tensors import Resolved
+from policy.huggingface.peft.tensors import AdapterTensors
 from policy.huggingface.tensorfiles import ModelFileError
 from policy.model import Graph
 
 
-def check(directory: str, graph: Graph, config: AdapterConfig, resolved: Resolved) -> None:
+def check(directory: str, graph: Graph, config: AdapterConfig, tensors: AdapterTensors) -> None:
     """Raises ModelFileError if the configuration names modules that the file has no adapter of: a
     file that was cut, or written by one process of several."""
-    present = {(each.place.weight.path, each.place.layer) for each in resolved.adapted}
-    present |= {(each.place.weight.path, each.place.layer) for each in resolved.full}
+    present = {(each.place.weight.path, each.place.layer) for each in tensors.adapted}
+    present |= {(each.place.weight.path, each.place.layer) for each in tensors.full}
     missing = []
     for place in adaptable(graph):
         first = place.parts(place.stored)[0]
@@ -56,13 +56,13 @@ def _named(
         module = module_names(place, layer)[0]
         if config.layers is not None and layer not in config.layers:
             continue
-        if module.rpartition(".")[2] in renamed_by_peft(graph):
+        if module.rpartition(".")[2] in converted_by_peft(graph):
             continue
         if _matches(config.target_modules, module) and not _matches(config.exclude_modules, module):
             yield layer, module
 
 
-def renamed_by_peft(graph: Graph) -> tuple[str, ...]:
+def converted_by_peft(graph: Graph) -> tuple[str, ...]:
     """Returns the last words of the modules that PEFT 0.19 to 0.21 takes for parts of the experts,
     wherever they stand: dense and shared feed-forwards of these names get no adapter."""
     return getattr(families.get(graph.config.family), "CONVERTED_BY_PEFT", ())

@@ -6,8 +6,9 @@ took a tensor [X, out, in] for [X, in, out], so that their A is our B. The axes 
 (policy/fields/names.py) say which stored axis has the inputs: "(h d) e -> e h d" gives A
 "r e -> e r" and B "(h d) r -> r h d".
 
-Our factors are a [layers?, counts?, in..., r] and b [layers?, counts?, r, out...], DoRA's lengths
-[layers?, counts?, out...]; the axes that are neither in nor out count matrices, such as experts.
+Our factors are a [layers?, counts?, in..., r] and b [layers?, counts?, r, out...], DoRA's
+magnitude [layers?, counts?, out...]; the axes that are neither in nor out count matrices, such as
+experts.
 L layers, X experts, V vocabulary, E hidden.
 """
 
@@ -28,15 +29,22 @@ from policy.model import Graph
 
 
 class FactorShapes(NamedTuple):
-    """The shapes of the arrays of an adapted weight."""
+    """The shapes of the arrays of an adapted weight in our layout."""
 
     a: names.Shape
     b: names.Shape
-    lengths: names.Shape
+    magnitude: names.Shape
+
+
+class StoredShapes(NamedTuple):
+    """The shapes of the tensors A and B of a file."""
+
+    a: names.Shape
+    b: names.Shape
 
 
 def factor_shapes(graph: Graph, path: str, rank: int) -> FactorShapes:
-    """Returns the shapes of a, b and of DoRA's lengths of a weight, with factors for each
+    """Returns the shapes of a, b and of DoRA's magnitude of a weight, with factors for each
     expert."""
     shape = graph.shapes[path].shape
     rows, columns = graph.product_dims(path)
@@ -47,17 +55,18 @@ def factor_shapes(graph: Graph, path: str, rank: int) -> FactorShapes:
 
 
 class FactorPair(NamedTuple):
-    """The factors of one weight, in our layout or as they are stored; `lengths` are DoRA's."""
+    """The factors A and B of one weight and DoRA's magnitude, in our layout or as they are
+    stored."""
 
     a: np.ndarray
     b: np.ndarray
-    lengths: np.ndarray | None = None
+    magnitude: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
-class Factors:
-    """The stored forms of the factors of one stored tensor: `a`, `b` and `lengths` are the layouts
-    of the tensors that hold ours. `swapped`: PEFT's A holds our b.
+class FactorForm:
+    """The stored forms of the factors of one stored tensor: `a`, `b` and `magnitude` are the
+    layouts of the tensors that hold ours. `swapped`: PEFT's A holds our b.
 
     `shapes` are the shapes of our weights, one for each part of the tensor, with `letters` for
     their dimensions; `rank_letter` stands for the rank. `experts`: how many matrices the tensor has
@@ -66,7 +75,7 @@ class Factors:
 
     a: names.Stored
     b: names.Stored
-    lengths: names.Stored
+    magnitude: names.Stored
     letters: str
     rank_letter: str
     shapes: tuple[names.Shape, ...]
@@ -91,23 +100,23 @@ class Factors:
             return False
         return (stored.a.shape, stored.b.shape) == self.stored_shapes(self.rank(stored))
 
-    def stored_shapes(self, rank: int) -> tuple[names.Shape, names.Shape]:
+    def stored_shapes(self, rank: int) -> StoredShapes:
         """Returns the shapes of the tensors A and B of an adapter of `rank`."""
         a = self._stored_shape(self.a, rank)
         b = self._stored_shape(self.b, rank)
-        return (b, a) if self.swapped else (a, b)
+        return StoredShapes(b, a) if self.swapped else StoredShapes(a, b)
 
     def split(self, stored: FactorPair) -> list[FactorPair]:
         """Returns the factors of each part in our layout, without layers and numbered experts."""
         rank = self.rank(stored)
         a, b = (stored.b, stored.a) if self.swapped else (stored.a, stored.b)
-        lengths: list = [None] * self.parts
-        if stored.lengths is not None:
-            lengths = self._split(self.lengths, stored.lengths.reshape(-1), 0)
-        pairs = zip(
-            self._split(self.a, a, rank), self._split(self.b, b, rank), lengths, strict=True
+        magnitudes: list[np.ndarray] | list[None] = [None] * self.parts
+        if stored.magnitude is not None:
+            magnitudes = self._split(self.magnitude, stored.magnitude.reshape(-1), 0)
+        parts = zip(
+            self._split(self.a, a, rank), self._split(self.b, b, rank), magnitudes, strict=True
         )
-        return [FactorPair(*pair) for pair in pairs]
+        return [FactorPair(*part) for part in parts]
 
     def join(self, pairs: Sequence[FactorPair]) -> FactorPair:
         """Returns the stored tensors of the factors of all parts, which have one rank and, if they
@@ -115,13 +124,13 @@ class Factors:
         rank = pairs[0].a.shape[-1]
         a = self._join(self.a, [pair.a for pair in pairs], rank)
         b = self._join(self.b, [pair.b for pair in pairs], rank)
-        lengths = [pair.lengths for pair in pairs if pair.lengths is not None]
-        first, second = (b, a) if self.swapped else (a, b)
-        return FactorPair(first, second, self._join(self.lengths, lengths, 0) if lengths else None)
+        magnitudes = [pair.magnitude for pair in pairs if pair.magnitude is not None]
+        magnitude = self._join(self.magnitude, magnitudes, 0) if magnitudes else None
+        return FactorPair(b, a, magnitude) if self.swapped else FactorPair(a, b, magnitude)
 
     def our_shapes(self, stored: names.Stored, rank: int) -> list[names.Shape]:
         """Returns the shapes of our arrays that a stored tensor holds, one for each part."""
-        order = names.stored_axes(stored.layout)[1]
+        order = names.layout_axes(stored.layout).ours
         shapes = []
         for shape in self.shapes[: max(1, len(stored.parts))]:
             sizes = dict(zip(self.letters, shape, strict=True)) | {self.rank_letter: rank}
@@ -158,18 +167,19 @@ class Factors:
 def is_swapped(place: StoredWeight, stored: names.Stored, is_old: bool) -> bool:
     """Returns whether PEFT takes the inputs of experts in one parameter for outputs: before 0.19
     (`is_old`) those of [X, out, in]."""
-    form = factors(place, stored)
+    form = factor_form(place, stored)
     if form is None or form.experts == 1:
         return False
-    axes = names.stored_axes(stored.layout or "x i o")[0]
-    outputs = form.lengths.layout.split(" -> ")[0]
-    if stored.layout and axes[1][0] == outputs:
+    outputs = form.magnitude.layout.split(" -> ")[0]
+    if stored.layout and names.layout_axes(stored.layout).stored[1].text == outputs:
         return is_old
     family = families.get(place.graph.config.family)
     return not is_old and getattr(family, "PEFT_SWAPS_EXPERTS", False)
 
 
-def factors(place: StoredWeight, stored: names.Stored, swapped: bool = False) -> Factors | None:
+def factor_form(
+    place: StoredWeight, stored: names.Stored, swapped: bool = False
+) -> FactorForm | None:
     """Returns the stored forms of an adapter of the tensor `stored` of a weight, or None if such a
     tensor has none: norms, biases, convolutions and parameters of two axes that are no module's
     weight. `swapped`: as peft 0.17 and 0.18 stored those of a tensor [X, out, in]; None for a
@@ -180,19 +190,20 @@ def factors(place: StoredWeight, stored: names.Stored, swapped: bool = False) ->
         return None
     skipped = (place.layers is not None) + stored.numbered
     shapes = tuple(graph.shapes[path].shape[skipped:] for path in paths)
-    axes, ours = names.stored_axes(stored.layout or " ".join(ascii_lowercase[: len(shapes[0])]))
+    axes, ours = names.layout_axes(stored.layout or " ".join(ascii_lowercase[: len(shapes[0])]))
     dims = graph.product_dims(place.path)
     rows = {ours[dim - skipped] for dim in dims.rows}
     columns = {ours[dim - skipped] for dim in dims.columns}
-    fused = len(axes) == 3 and len(axes[0][1]) == 1 and axes[0][1] not in rows | columns
+    first = axes[0].letters
+    fused = len(axes) == 3 and len(first) == 1 and first not in rows | columns
     if len(axes) - fused != 2 or not (fused or stored.name.endswith(".weight")):
         return None
-    reads = [axis for axis in axes[fused:] if rows & set(axis[1])]
-    writes = [axis for axis in axes[fused:] if columns & set(axis[1])]
+    reads = [axis for axis in axes[fused:] if rows & set(axis.letters)]
+    writes = [axis for axis in axes[fused:] if columns & set(axis.letters)]
     if len(reads) != 1 or len(writes) != 1 or reads == writes or (swapped and not fused):
         return None
-    return _factors(
-        _Sides(reads[0], writes[0], axes[0][1] if fused else "", stored.parts),
+    return _form_of_sides(
+        _Sides(reads[0], writes[0], first if fused else "", stored.parts),
         ours,
         columns,
         shapes,
@@ -201,11 +212,11 @@ def factors(place: StoredWeight, stored: names.Stored, swapped: bool = False) ->
 
 
 class _Sides(NamedTuple):
-    """The stored axes of inputs and outputs, each as (text, letters), the letter of the axis of
-    experts, and the parts."""
+    """The stored axes of inputs and of outputs, the letter of the axis of experts ("" without
+    one), and the parts of the tensor."""
 
-    reads: tuple[str, str]
-    writes: tuple[str, str]
+    reads: names.StoredAxis
+    writes: names.StoredAxis
     expert: str
     parts: tuple[str, ...]
 
@@ -215,9 +226,9 @@ class _Sides(NamedTuple):
         return names.Stored(name, f"{text} -> {' '.join(order)}", self.parts if marked else ())
 
 
-def _factors(
+def _form_of_sides(
     sides: _Sides, ours: str, columns: set[str], shapes: tuple[names.Shape, ...], swapped: bool
-) -> Factors:
+) -> FactorForm:
     rank = next(letter for letter in ascii_lowercase if letter not in ours)
     expert = sides.expert
     reads, inputs = sides.reads
@@ -228,10 +239,10 @@ def _factors(
     a_order = expert + "".join(letter for letter in ours if letter in inputs) + rank
     results = "".join(letter for letter in ours if letter in outputs and letter in columns)
     b_order = expert + groups + rank + results
-    return Factors(
+    return FactorForm(
         a=sides.form("a", f"{reads} {fast}" if swapped else f"{slow} {reads}", a_order),
         b=sides.form("b", f"{slow} {writes}" if swapped else f"{writes} {fast}", b_order),
-        lengths=sides.form("lengths", writes, groups + results),
+        magnitude=sides.form("magnitude", writes, groups + results),
         letters=ours,
         rank_letter=rank,
         shapes=shapes,

@@ -1,5 +1,5 @@
-"""Merges an adapter into its base weights: W + scale B A, for DoRA with the lengths of its outputs'
-weights set to the trained ones. The sum is computed in float32 and then cast."""
+"""Merges an adapter into its base weights: W + scale B A, for DoRA with the lengths of
+its outputs' weights set to the trained magnitude. The sum is computed in float32 and then cast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from string import ascii_lowercase
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,13 @@ class Merged:
         }
 
 
+class MergedWeight(NamedTuple):
+    """A weight with its adapter, and change: |change| / |W|, a scalar."""
+
+    weight: jax.Array
+    change: jax.Array
+
+
 def merged(graph: Graph, spec: AdapterSpec, params: Mapping[str, Any]) -> Merged:
     """Merges the adapter in `params`, which has the weights of `graph` and the arrays of the
     adapter by path. Quantised weights are dequantised first. Raises MergeError for an adapter of
@@ -65,15 +72,17 @@ def merged_trunk(graph: Graph, spec: AdapterSpec, params: Mapping[str, Any]) -> 
     result = {path: params[path] for path in graph.paths}
     changes = {}
     for path in adapted:
-        result[path], changes[path] = merged_weight(graph, spec, path, params[path], params)
+        weight = merged_weight(graph, spec, path, params[path], params)
+        result[path] = weight.weight
+        changes[path] = float(weight.change)
     return Merged(result, changes)
 
 
 def merged_weight(
     graph: Graph, spec: AdapterSpec, path: str, weight: Any, adapter: Mapping[str, Any]
-) -> tuple[jax.Array, float]:
+) -> MergedWeight:
     """Returns the weight at `path` with its adapter, whose arrays are in `adapter` by path, in the
-    type of the weights of `graph`, and |change| / |W|."""
+    type of the weights of `graph`."""
     total, change = _merge(
         floats(weight),
         adapter[f"{path}{LORA_A}"],
@@ -82,23 +91,24 @@ def merged_weight(
         graph.product_dims(path),
         spec.scale,
     )
-    return total.astype(graph.shapes[path].dtype), float(change)
+    return MergedWeight(total.astype(graph.shapes[path].dtype), change)
 
 
-def _merge(weight, a, b, lengths, dims: MatrixDims, scale: float):
-    """Returns (merged weight in float32, |change| / |W|)."""
+def _merge(weight, a, b, magnitude, dims: MatrixDims, scale: float) -> MergedWeight:
+    """Returns the merged weight in float32."""
     weight = jnp.asarray(weight, jnp.float32)
     with jax.default_matmul_precision("highest"):
         change = scale * product(
             jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), dims, jnp.einsum
         )
     total = weight + change
-    if lengths is not None:
+    if magnitude is not None:
         norms = jnp.sqrt(jnp.square(total).sum(dims.rows, keepdims=True))
-        total *= jnp.expand_dims(jnp.asarray(lengths, jnp.float32), dims.rows) / norms
+        total *= jnp.expand_dims(jnp.asarray(magnitude, jnp.float32), dims.rows) / norms
         change = total - weight
     size = jnp.sqrt(jnp.square(weight).sum())
-    return total, jnp.sqrt(jnp.square(change).sum()) / jnp.where(size == 0, math.inf, size)
+    ratio = jnp.sqrt(jnp.square(change).sum()) / jnp.where(size == 0, math.inf, size)
+    return MergedWeight(total, ratio)
 
 
 def product(a, b, dims: MatrixDims, einsum: Callable):

@@ -32,7 +32,7 @@ from policy.huggingface.peft.targets import (
     resolved,
     routed,
 )
-from policy.huggingface.peft.tensors import AdaptedTensor, FullTensor, Resolved, resolve
+from policy.huggingface.peft.tensors import AdaptedTensor, AdapterTensors, FullTensor, resolve
 from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
 from policy.mesh import processes
 from policy.model import Graph
@@ -43,7 +43,7 @@ from policy.ops.quantization import floats
 class Adapter(NamedTuple):
     """An adapter as it was read: its description, its arrays by path ("P.lora_a", "P.lora_b",
     "P.magnitude", and "P" itself for weights in `spec.train`), the name of its base model, as the
-    files give it, and the tensors that `ignore` named, by stored name."""
+    files give it, and the tensors of no weight that the caller asked for, by stored name."""
 
     spec: AdapterSpec
     params: dict[str, np.ndarray]
@@ -64,20 +64,20 @@ def read_adapter(
     directory: str | os.PathLike,
     graph: Graph,
     base: Mapping[str, Any] | None = None,
-    ignore: tuple[str, ...] = (),
+    others: tuple[str, ...] = (),
 ) -> Adapter:
     """Reads the adapter in `directory` of a model of `graph`.
 
-    `base` are the weights of the model. They are needed where the files say a part of an array
-    only: full weights of some layers, lengths (DoRA) of some layers, and adapters of weights that
-    have none in Duet, such as routers, which are returned as full weights. `ignore` names tensors
-    of the model that are no weights of `graph`, such as the score of a reward model. Raises
-    ModelFileError for files that are missing or damaged, tensors that are missing or unexpected,
-    and adapters that Duet does not compute, before `base` is read.
+    `base` are the weights of the model. They are needed where the files have a part of an array
+    only (full weights or magnitudes of some layers), and for adapters of weights that have none in
+    Duet, such as routers: with their adapter merged, these are returned as full weights. `others`
+    names tensors that are no weights of `graph` and are read too, such as the score of a reward
+    model. Raises ModelFileError for files that are missing or damaged, tensors that are missing or
+    unexpected, and adapters that Duet does not compute, before `base` is read.
     """
     config = read_adapter_config(directory)
     files = TensorFiles(directory, only=_tensor_file(Path(directory)))
-    tensors = resolve(os.fspath(directory), graph, config, files, ignore)
+    tensors = resolve(os.fspath(directory), graph, config, files, others)
     coverage.check(os.fspath(directory), graph, config, tensors)
     return _Assembly(os.fspath(directory), graph, config, tensors, base).adapter()
 
@@ -102,18 +102,18 @@ class _Assembly:
         directory: str,
         graph: Graph,
         config: AdapterConfig,
-        tensors: Resolved,
+        tensors: AdapterTensors,
         base: Mapping[str, Any] | None,
     ):
         self._directory = directory
         self._graph = graph
         self._config = config
-        self._resolved = tensors
+        self._tensors = tensors
         self._base = base
         self._adaptable = {place.path: place for place in adaptable(graph)}
 
     def adapter(self) -> Adapter:
-        pieces = [piece for tensor in self._resolved.adapted for piece in self._pieces(tensor)]
+        pieces = [piece for tensor in self._tensors.adapted for piece in self._pieces(tensor)]
         own = [piece for piece in pieces if piece.path in self._adaptable]
         others = [piece for piece in pieces if piece.path not in self._adaptable]
         full = self._full()
@@ -121,7 +121,7 @@ class _Assembly:
         full |= self._merged(others, full)
         spec = self._spec(own, tuple(sorted(full)))
         params = self._arrays(own, spec) | full
-        return Adapter(spec, params, self._config.base, self._resolved.others)
+        return Adapter(spec, params, self._config.base, self._tensors.others)
 
     def _pieces(self, tensor: AdaptedTensor) -> list[_Piece]:
         """Returns the factors of each part of a stored tensor. Two factors of zeros are none, as
@@ -185,26 +185,26 @@ class _Assembly:
                 b[piece.index][(..., own, *outputs)] = piece.pair.b * factor
             params |= {f"{path}{LORA_A}": a, f"{path}{LORA_B}": b}
             if spec.dora:
-                params[f"{path}{MAGNITUDE}"] = self._lengths(path, by_path[path])
+                params[f"{path}{MAGNITUDE}"] = self._magnitude(path, by_path[path])
         return params
 
-    def _lengths(self, path: str, pieces: list[_Piece]) -> np.ndarray:
-        """Returns DoRA's lengths of a weight; where the files have none, those of the base."""
-        shape = factor_shapes(self._graph, path, 1).lengths
-        lengths = np.full(shape, np.nan, np.float32)
+    def _magnitude(self, path: str, pieces: list[_Piece]) -> np.ndarray:
+        """Returns DoRA's magnitude of a weight; where the files have none, those of the base."""
+        shape = factor_shapes(self._graph, path, 1).magnitude
+        magnitude = np.full(shape, np.nan, np.float32)
         for piece in pieces:
-            lengths[piece.index] = piece.pair.lengths
-        if np.isnan(lengths).any():
-            base = np.asarray(self._base_weight(path, "lengths (DoRA)"), np.float32)
+            magnitude[piece.index] = piece.pair.magnitude
+        if np.isnan(magnitude).any():
+            base = np.asarray(self._base_weight(path, "magnitude (DoRA)"), np.float32)
             norms = np.sqrt(np.square(base).sum(self._graph.product_dims(path).rows))
-            lengths = np.where(np.isnan(lengths), norms, lengths)
-        return lengths
+            magnitude = np.where(np.isnan(magnitude), norms, magnitude)
+        return magnitude
 
     def _full(self) -> dict[str, np.ndarray]:
         """Returns the weights that the files hold in full."""
         result: dict[str, np.ndarray] = {}
         covered: dict[str, set[tuple[int, ...]]] = defaultdict(set)
-        for tensor in self._resolved.full:
+        for tensor in self._tensors.full:
             for path, array in _full_parts(tensor):
                 if path not in result:
                     result[path] = np.zeros(self._graph.shapes[path].shape, np.float32)
@@ -238,9 +238,9 @@ class _Assembly:
             )
             change = product(piece.pair.a, piece.pair.b, dims, np.einsum)
             total = result[path][piece.index] + piece.scale * change
-            if piece.pair.lengths is not None:
+            if piece.pair.magnitude is not None:
                 norms = np.sqrt(np.square(total).sum(dims.rows, keepdims=True))
-                total *= np.expand_dims(piece.pair.lengths, dims.rows) / norms
+                total *= np.expand_dims(piece.pair.magnitude, dims.rows) / norms
             result[path][piece.index] = total
         return result
 
@@ -257,7 +257,7 @@ class _Assembly:
         different weights, where they are one."""
         if not self._graph.config.tied_head:
             return
-        adapted = [*self._resolved.head, *(p.path for p in pieces if p.path == EMBEDDING)]
+        adapted = [*self._tensors.head, *(p.path for p in pieces if p.path == EMBEDDING)]
         if adapted:
             raise ModelFileError(
                 f"{self._directory}: an adapter of {adapted[0]}: in this model embedding and head "
@@ -265,7 +265,7 @@ class _Assembly:
                 "base model (tie_word_embeddings: false, with a copy as lm_head.weight), or train "
                 "the table in full (modules_to_save)"
             )
-        head = self._resolved.head_weight
+        head = self._tensors.head_weight
         table = full.get(EMBEDDING)
         if head is None and (table is None or self._config.tied_embedding):
             return
@@ -314,7 +314,7 @@ def _without_zero_blocks(
     if nonzero != on_diagonal or (not nonzero and rank != parts * base_rank):
         return pairs
     return [
-        FactorPair(pair.a[..., part * width : (part + 1) * width], diagonal[part], pair.lengths)
+        FactorPair(pair.a[..., part * width : (part + 1) * width], diagonal[part], pair.magnitude)
         for part, pair in enumerate(pairs)
     ]
 

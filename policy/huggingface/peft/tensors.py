@@ -17,7 +17,7 @@ from policy.fields import names
 from policy.fields.stored_names import renamed
 from policy.huggingface.model_directory import TOWERS, StoredWeight, places
 from policy.huggingface.peft.adapter_config import TENSORS, AdapterConfig
-from policy.huggingface.peft.factors import FactorPair, Factors, factors, is_swapped
+from policy.huggingface.peft.factors import FactorForm, FactorPair, factor_form, is_swapped
 from policy.huggingface.peft.targets import module_name
 from policy.huggingface.tensorfiles import ModelFileError, TensorFiles
 from policy.model import Graph
@@ -25,7 +25,7 @@ from policy.model import Graph
 PREFIX = "base_model.model."
 INNER = ".base_layer"
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(embedding_)?(?P<kind>A|B)(\.default)?(\.weight)?")
-_LENGTHS = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.default)?(\.weight)?")
+_MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.default)?(\.weight)?")
 
 
 class TensorPlace(NamedTuple):
@@ -49,7 +49,7 @@ class AdaptedTensor(NamedTuple):
     """The factors that the file holds for one stored tensor, in PEFT's form, with their scale."""
 
     place: TensorPlace
-    form: Factors
+    form: FactorForm
     stored: FactorPair
     scale: float
     rank: int
@@ -64,9 +64,10 @@ class FullTensor(NamedTuple):
 
 
 @dataclass
-class Resolved:
+class AdapterTensors:
     """The tensors of a file. `head` names the modules, and `head_weight` is the weight, of a head
-    that the model does not have, since it is the embedding. `others` are those to ignore."""
+    that the model does not have, since it is the embedding. `others` are those of no weight of the
+    graph that the caller asked for."""
 
     adapted: list[AdaptedTensor] = field(default_factory=list)
     full: list[FullTensor] = field(default_factory=list)
@@ -75,8 +76,26 @@ class Resolved:
     others: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-# The parameters of a module by the depth of their wrappers: ((place, form, parameter), depth).
-_Assignment = list[tuple[tuple[TensorPlace, Factors, str], int]]
+class _Wrapper(NamedTuple):
+    """The factors that one of PEFT's wrappers around a module holds, for one of its parameters, and
+    the name of that module in the file."""
+
+    module: str
+    pair: FactorPair
+
+
+class _Parameter(NamedTuple):
+    """A parameter of a module, and the form of the factors that it would have."""
+
+    place: TensorPlace
+    form: FactorForm
+    name: str
+
+
+# The parameters of a module that its wrappers adapt, by the depth of the wrapper.
+_Assignment = dict[int, _Parameter]
+# The wrappers around a module by their depth, 0 the outermost.
+_Wrappers = dict[int, _Wrapper]
 
 
 class TensorIndex:
@@ -85,7 +104,7 @@ class TensorIndex:
 
     def __init__(self, graph: Graph):
         self.tensors: dict[str, list[TensorPlace]] = defaultdict(list)
-        self.modules: dict[str, list[tuple[TensorPlace, Factors]]] = defaultdict(list)
+        self.modules: dict[str, list[tuple[TensorPlace, FactorForm]]] = defaultdict(list)
         self.fused: dict[str, dict[str, list[TensorPlace]]] = defaultdict(lambda: defaultdict(list))
         for weight in places(graph):
             for stored in (weight.stored, *weight.stored.also):
@@ -94,7 +113,7 @@ class TensorIndex:
                 self._add(graph, weight, stored)
 
     def _add(self, graph: Graph, weight: StoredWeight, stored: names.Stored) -> None:
-        form = factors(weight, stored)
+        form = factor_form(weight, stored)
         experts = (
             graph.shapes[weight.path].shape[weight.layers is not None] if stored.numbered else 1
         )
@@ -116,12 +135,13 @@ def resolve(
     graph: Graph,
     config: AdapterConfig,
     files: TensorFiles,
-    ignore: tuple[str, ...] = (),
-) -> Resolved:
-    """Returns what the file of an adapter holds; `ignore` names tensors of no weight. Raises
+    others: tuple[str, ...] = (),
+) -> AdapterTensors:
+    """Returns what the file of an adapter holds; `others` names tensors of no weight that
+    are read too. Raises
     ModelFileError for tensors that are unexpected, of the wrong shape, or that lack the other
     factor."""
-    return _Resolver(directory, graph, config, files).resolve(ignore)
+    return _Resolver(directory, graph, config, files).resolve(others)
 
 
 class _Resolver:
@@ -135,30 +155,30 @@ class _Resolver:
         self._rename = renamed(family)
         tops = (names.TOP, getattr(family, "TOP", names.TOP))
         self._heads = {module_name(top["lm_head"].name) for top in tops if "lm_head" in top}
-        self._result = Resolved()
+        self._result = AdapterTensors()
         self._unexpected: list[str] = []
 
-    def resolve(self, ignore: tuple[str, ...]) -> Resolved:
+    def resolve(self, others: tuple[str, ...]) -> AdapterTensors:
         modules: dict[str, dict[str, str]] = defaultdict(dict)
         for key in sorted(self._files.unread):
             name = key.removeprefix(PREFIX)
             if match := _FACTOR.fullmatch(name):
                 modules[match["module"]][match["kind"]] = key
-            elif match := _LENGTHS.fullmatch(name):
-                modules[match["module"]]["lengths"] = key
-            elif name in ignore:
+            elif match := _MAGNITUDE.fullmatch(name):
+                modules[match["module"]]["magnitude"] = key
+            elif name in others:
                 self._result.others[name] = self._array(key)
             else:
                 self._add_full(key, name)
         pairs = {module: self._pair(module, keys) for module, keys in modules.items()}
-        fused: dict[str, dict[int, tuple[str, FactorPair]]] = defaultdict(dict)
+        fused: dict[str, _Wrappers] = defaultdict(dict)
         for module, pair in pairs.items():
             depth = module.count(INNER)
             name = self._own_name(module.replace(INNER, ""))
             if depth == 0 and name in self._index.modules:
                 self._add_linear(module, name, pair)
             elif name in self._index.fused:
-                fused[name][depth] = (module.replace(INNER, ""), pair)
+                fused[name][depth] = _Wrapper(module.replace(INNER, ""), pair)
             elif name in self._heads and self._graph.config.tied_head:
                 self._result.head.append(module)
             else:
@@ -173,20 +193,20 @@ class _Resolver:
 
     def _pair(self, module: str, keys: dict[str, str]) -> FactorPair:
         """Reads the tensors of a module. Raises ModelFileError if one is missing."""
-        required = {"A", "B", *(("lengths",) if self._config.dora else ())}
+        required = {"A", "B", *(("magnitude",) if self._config.dora else ())}
         if lacking := required - keys.keys():
-            tensor = {"A": "lora_A", "B": "lora_B", "lengths": "lora_magnitude_vector"}
+            tensor = {"A": "lora_A", "B": "lora_B", "magnitude": "lora_magnitude_vector"}
             raise ModelFileError(
                 f"{self._directory}: {TENSORS}: missing tensor "
                 f"{module}.{tensor[min(lacking)]}; the file has {min(keys.values())}"
             )
-        if "lengths" in keys and not self._config.dora:
+        if "magnitude" in keys and not self._config.dora:
             raise ModelFileError(
-                f"{self._directory}: {TENSORS}: unexpected tensor {keys['lengths']}, since "
+                f"{self._directory}: {TENSORS}: unexpected tensor {keys['magnitude']}, since "
                 f"use_dora is not set in {self._config.path.name}"
             )
-        lengths = self._array(keys["lengths"]) if self._config.dora else None
-        return FactorPair(self._array(keys["A"]), self._array(keys["B"]), lengths)
+        magnitude = self._array(keys["magnitude"]) if self._config.dora else None
+        return FactorPair(self._array(keys["A"]), self._array(keys["B"]), magnitude)
 
     def _array(self, key: str) -> np.ndarray:
         """Reads a tensor as float32."""
@@ -251,7 +271,7 @@ class _Resolver:
             f"{list(b)}"
         )
 
-    def _add(self, module: str, place: TensorPlace, form: Factors, pair: FactorPair) -> None:
+    def _add(self, module: str, place: TensorPlace, form: FactorForm, pair: FactorPair) -> None:
         rank = form.rank(pair)
         expected = self._config.rank_of(module)
         if rank != expected:
@@ -263,15 +283,15 @@ class _Resolver:
         scale = self._config.scale_of(module)
         self._result.adapted.append(AdaptedTensor(place, form, pair, scale, rank))
 
-    def _add_fused(self, fused: dict[str, dict[int, tuple[str, FactorPair]]]) -> None:
+    def _add_fused(self, fused: dict[str, _Wrappers]) -> None:
         """Adds the adapters of experts in parameters of three axes. All of a file are of versions
         before 0.19 or of later ones, which the shapes tell unless all matrices are square."""
         if not fused:
             return
         options = {
             is_old: {
-                name: next(self._assignments(name, levels, is_old), None)
-                for name, levels in fused.items()
+                name: next(self._assignments(name, wrappers, is_old), None)
+                for name, wrappers in fused.items()
             }
             for is_old in (False, True)
         }
@@ -289,34 +309,37 @@ class _Resolver:
         if not possible:
             raise ModelFileError(self._no_assignment(fused))
         for name, assignment in options[possible[0]].items():
-            for (place, form, parameter), depth in assignment or ():
+            for depth, parameter in (assignment or {}).items():
                 module, pair = fused[name][depth]
-                self._add(f"{module}.{parameter}", place, form, pair)
+                self._add(f"{module}.{parameter.name}", parameter.place, parameter.form, pair)
 
-    def _assignments(
-        self, name: str, levels: dict[int, tuple[str, FactorPair]], is_old: bool
-    ) -> Iterator[_Assignment]:
-        """Yields the ways to give each level of a module's wrappers a parameter. The order in which
-        PEFT wraps comes first: the gate and up projection before the down projection."""
-        depths = sorted(levels, reverse=True)
+    def _assignments(self, name: str, wrappers: _Wrappers, is_old: bool) -> Iterator[_Assignment]:
+        """Yields the ways to give each wrapper of a module a parameter. The order in which PEFT
+        wraps comes first: the gate and up projection before the down projection."""
+        depths = sorted(wrappers, reverse=True)
         if depths[::-1] != list(range(len(depths))):
             return
-        forms = []
-        for parameter in sorted(self._index.fused[name], reverse=True):
-            if not self._named(name, parameter):
-                continue
-            for place in self._index.fused[name][parameter]:
-                swapped = is_swapped(place.weight, place.stored, is_old)
-                form = factors(place.weight, place.stored, swapped)
-                if form is not None:
-                    forms.append((place, form, parameter))
-        for chosen in itertools.permutations(forms, len(depths)):
-            parameters = {parameter for _, _, parameter in chosen}
-            pairs = [levels[depth][1] for depth in depths]
-            if len(parameters) == len(chosen) and all(
-                form.fits(pair) for (_, form, _), pair in zip(chosen, pairs, strict=True)
+        parameters = self._parameters(name, is_old)
+        for chosen in itertools.permutations(parameters, len(depths)):
+            assignment = dict(zip(depths, chosen, strict=True))
+            if len({parameter.name for parameter in chosen}) == len(chosen) and all(
+                parameter.form.fits(wrappers[depth].pair) for depth, parameter in assignment.items()
             ):
-                yield list(zip(chosen, depths, strict=True))
+                yield assignment
+
+    def _parameters(self, module: str, is_old: bool) -> list[_Parameter]:
+        """Returns the parameters of a module that may have an adapter, in each form in which files
+        hold them, the last name first."""
+        result = []
+        for name in sorted(self._index.fused[module], reverse=True):
+            if not self._named(module, name):
+                continue
+            for place in self._index.fused[module][name]:
+                swapped = is_swapped(place.weight, place.stored, is_old)
+                form = factor_form(place.weight, place.stored, swapped)
+                if form is not None:
+                    result.append(_Parameter(place, form, name))
+        return result
 
     def _named(self, module: str, parameter: str) -> bool:
         """Returns whether `target_parameters` names a parameter; if it names none of the module's,
@@ -331,19 +354,18 @@ class _Resolver:
         ]
         return not named or parameter in named
 
-    def _no_assignment(self, fused: dict[str, dict[int, tuple[str, FactorPair]]]) -> str:
+    def _no_assignment(self, fused: dict[str, _Wrappers]) -> str:
         name = next(
             name
-            for name, levels in fused.items()
+            for name, wrappers in fused.items()
             if not any(
-                next(self._assignments(name, levels, is_old), None) for is_old in (False, True)
+                next(self._assignments(name, wrappers, is_old), None) for is_old in (False, True)
             )
         )
-        shapes = {
-            depth: (list(pair.a.shape), list(pair.b.shape))
-            for depth, (_, pair) in fused[name].items()
-        }
-        given = "; ".join(f"lora_A {a}, lora_B {b}" for a, b in shapes.values())
+        given = "; ".join(
+            f"lora_A {list(pair.a.shape)}, lora_B {list(pair.b.shape)}"
+            for _, pair in fused[name].values()
+        )
         return (
             f"{self._directory}: {TENSORS}: the adapters of {name} ({given}) fit none of its "
             f"parameters {', '.join(sorted(self._index.fused[name]))}"
@@ -351,12 +373,16 @@ class _Resolver:
 
 
 def _orientations(modules: dict[str, _Assignment | None]) -> list[bool]:
-    levels = (level for assignment in modules.values() for level in assignment or ())
-    return [form.swapped for (_, form, _), _ in levels]
+    """Returns of each parameter that has an adapter whether PEFT's A holds our b."""
+    return [
+        parameter.form.swapped
+        for assignment in modules.values()
+        for parameter in (assignment or {}).values()
+    ]
 
 
 def _bare(key: str) -> str:
     """Returns the module of a key of the file, without what PEFT adds to its name."""
     name = key.removeprefix(PREFIX).replace(INNER, "")
-    match = _FACTOR.fullmatch(name) or _LENGTHS.fullmatch(name)
+    match = _FACTOR.fullmatch(name) or _MAGNITUDE.fullmatch(name)
     return match["module"] if match else module_name(name)

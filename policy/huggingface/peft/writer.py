@@ -27,10 +27,10 @@ from policy.huggingface.model_directory import StoredWeight, has_towers, places
 from policy.huggingface.peft import coverage
 from policy.huggingface.peft.adapter_config import CONFIG, TENSORS
 from policy.huggingface.peft.factors import (
+    FactorForm,
     FactorPair,
-    Factors,
+    factor_form,
     factor_shapes,
-    factors,
     is_swapped,
 )
 from policy.huggingface.peft.targets import EMBEDDING, HEAD, module_name, routed
@@ -49,7 +49,7 @@ class _Module(NamedTuple):
 
     place: StoredWeight
     stored: names.Stored
-    form: Factors
+    form: FactorForm
     pairs: dict[tuple[int | None, int], FactorPair]
 
     @property
@@ -77,15 +77,18 @@ def write_adapter(
     name of the base model, for `base_model_name_or_path`. If it is the directory of a multimodal
     model, modules have the names of that model, also where `graph` is its text model. Returns the
     names of the tensors that PEFT 0.21 leaves out when it loads the files, without a message:
-    adapters of dense and shared feed-forwards where it renames experts, and weights trained in full
-    that are no module's `weight` or `bias` in transformers. All processes take part; the first one
-    writes.
+    adapters of dense and shared feed-forwards where it converts experts, and weights trained in
+    full that are no module's `weight` or `bias` in transformers. All processes take part; the first
+    one writes.
     """
     host = {path: processes.on_host(array) for path, array in params.items()}
     modules = list(_modules(graph, _with_partners(graph, host)))
     full = dict(_full_tensors(graph, spec, host))
     tensors = dict(_factor_tensors(modules)) | full
-    dropped = [*_dropped_by_peft(graph, modules), *(name for name in full if _outside(name))]
+    dropped = [
+        *_dropped_by_peft(graph, modules),
+        *(name for name in full if _outside_modules(name)),
+    ]
     rename = dict(_file_names(graph, [*tensors, *dropped], base))
     if processes.first():
         config = _config(graph, spec, modules, list(full), base)
@@ -126,7 +129,7 @@ def _with_partners(graph: Graph, params: Mapping[str, np.ndarray]) -> dict[str, 
     """Adds zeros for the other projections of experts where the gate or the up projection alone has
     an adapter: when PEFT converts experts, it takes all three."""
     result = dict(params)
-    if not coverage.renamed_by_peft(graph):
+    if not coverage.converted_by_peft(graph):
         return result
     for path in graph.paths:
         module, _, kind = path.rpartition(".")
@@ -147,7 +150,7 @@ def _modules(graph: Graph, params: Mapping[str, np.ndarray]) -> Iterator[_Module
         paths = place.parts(stored)
         if place.path != paths[0] or not any(f"{path}{LORA_A}" in params for path in paths):
             continue
-        form = factors(place, stored, is_swapped(place, stored, is_old=False))
+        form = factor_form(place, stored, is_swapped(place, stored, is_old=False))
         assert form is not None  # the weights that can have an adapter have stored forms
         factors_of = [_arrays(graph, params, path) for path in paths]
         experts = range(graph.shapes[place.path].shape[place.layers is not None])
@@ -167,7 +170,7 @@ def _modules(graph: Graph, params: Mapping[str, np.ndarray]) -> Iterator[_Module
 
 def _written(graph: Graph, place: StoredWeight) -> names.Stored:
     """Returns the spelling in which a weight is written."""
-    if not routed(graph, place.path) or coverage.renamed_by_peft(graph):
+    if not routed(graph, place.path) or coverage.converted_by_peft(graph):
         return place.stored
     in_memory = (
         stored
@@ -198,31 +201,31 @@ def _repeated(array: np.ndarray, lead: tuple[int, ...], own: int) -> np.ndarray:
     return np.broadcast_to(array, (*lead, *array.shape[-own:]))
 
 
-def _at(form: Factors, pair: FactorPair | None, index: tuple[int, ...]) -> FactorPair | None:
+def _at(form: FactorForm, pair: FactorPair | None, index: tuple[int, ...]) -> FactorPair | None:
     """Returns the factors of a layer or of an expert, as `form` stores them. Groups of a matrix
     have one A there: all of theirs stacked, if they differ, of which B of each reads its own."""
     if pair is None:
         return None
     a = pair.a[index]
     b = pair.b[index]
-    lengths = None if pair.lengths is None else np.asarray(pair.lengths, np.float32)[index]
-    if a.ndim == len(names.stored_axes(form.a.layout)[1]):
-        return FactorPair(a, b, lengths)
+    magnitude = None if pair.magnitude is None else np.asarray(pair.magnitude, np.float32)[index]
+    if a.ndim == len(names.layout_axes(form.a.layout).ours):
+        return FactorPair(a, b, magnitude)
     if all(np.array_equal(each, a[0]) for each in a):
-        return FactorPair(a[0], b, lengths)
+        return FactorPair(a[0], b, magnitude)
     groups = len(a)
     rank = a.shape[-1]
     stacked = np.zeros((groups, groups * rank, *b.shape[2:]), np.float32)
     for group, own in enumerate(b):
         stacked[group, group * rank : (group + 1) * rank] = own
-    return FactorPair(np.concatenate([*a], axis=-1), stacked, lengths)
+    return FactorPair(np.concatenate([*a], axis=-1), stacked, magnitude)
 
 
 _Key = tuple[int | None, int]
 
 
 def _joined(
-    form: Factors, parts: dict[_Key, list[FactorPair | None]], outputs: int
+    form: FactorForm, parts: dict[_Key, list[FactorPair | None]], outputs: int
 ) -> dict[_Key, FactorPair]:
     """Joins the factors of the parts of each stored tensor, which have `outputs` dimensions of
     outputs. Parts with equal A share it; otherwise A is stacked and B block-diagonal, in all
@@ -247,7 +250,7 @@ def _same_inputs(pairs: list[FactorPair | None]) -> bool:
 
 
 def _block_diagonal(
-    form: Factors, pairs: list[FactorPair | None], outputs: int
+    form: FactorForm, pairs: list[FactorPair | None], outputs: int
 ) -> list[FactorPair]:
     """Returns factors of parts that read the same inputs with one A, all of theirs stacked: a part
     uses its own columns. A part without an adapter has B = 0."""
@@ -261,7 +264,7 @@ def _block_diagonal(
             stop = start + pair.a.shape[-1]
             b[(..., slice(start, stop), *(slice(None),) * outputs)] = pair.b
             start = stop
-        result.append(FactorPair(a, b, None if pair is None else pair.lengths))
+        result.append(FactorPair(a, b, None if pair is None else pair.magnitude))
     return result
 
 
@@ -278,8 +281,8 @@ def _factor_tensors(modules: list[_Module]) -> Iterator[tuple[str, np.ndarray]]:
             else:
                 yield f"{name}.lora_A.weight", pair.a
                 yield f"{name}.lora_B.weight", pair.b
-            if pair.lengths is not None:
-                yield f"{name}.lora_magnitude_vector", pair.lengths
+            if pair.magnitude is not None:
+                yield f"{name}.lora_magnitude_vector", pair.magnitude
 
 
 def _wrapper_names(modules: list[_Module]) -> dict[str, str]:
@@ -325,7 +328,7 @@ def _full_tensors(
         yield top[HEAD].name, np.asarray(params[EMBEDDING], np.float32)
 
 
-def _outside(name: str) -> bool:
+def _outside_modules(name: str) -> bool:
     """Returns whether a tensor that is trained in full is none of a module of transformers 5."""
     return (
         not name.endswith((".weight", ".bias")) or re.search(r"\.experts\.\d+\.", name) is not None
@@ -334,11 +337,11 @@ def _outside(name: str) -> bool:
 
 def _dropped_by_peft(graph: Graph, modules: list[_Module]) -> Iterator[str]:
     """Yields the tensors of factors that PEFT 0.21 leaves out."""
-    renamed = coverage.renamed_by_peft(graph)
+    converted = coverage.converted_by_peft(graph)
     for module in modules:
         is_expert = routed(graph, module.place.path)
         leaf = module.template.rpartition(".")[2]
-        if (leaf in renamed) if not is_expert else (module.stored.numbered and not renamed):
+        if (leaf in converted) if not is_expert else (module.stored.numbered and not converted):
             yield from dict(_factor_tensors([module]))
 
 
@@ -384,7 +387,7 @@ def _number(value: float) -> float | int:
 
 def _rank_pattern(graph: Graph, modules: list[_Module], rank: int) -> Iterator[tuple[str, int]]:
     """Yields the patterns of modules that have another rank than `rank`."""
-    is_converted = bool(coverage.renamed_by_peft(graph))
+    is_converted = bool(coverage.converted_by_peft(graph))
     for module in modules:
         if is_converted and module.stored.numbered:
             # In transformers 5 the gate and up projections of the experts are one parameter.
@@ -400,26 +403,27 @@ def _rank_pattern(graph: Graph, modules: list[_Module], rank: int) -> Iterator[t
 def _target_modules(graph: Graph, modules: list[_Module]) -> Iterator[str]:
     """Yields the last words of the adapted modules; the full names of those that share it with a
     module that has no adapter."""
-    own = set()
-    for module in modules:
-        if module.form.experts > 1:
-            continue
-        for layer, number in module.pairs:
-            own.add(module_name(module.place.name(module.stored, layer, number)))
+    own = {
+        module_name(module.place.name(module.stored, layer, number))
+        for module in modules
+        if module.form.experts == 1
+        for layer, number in module.pairs
+    }
     others = {name.rpartition(".")[2] for name in TensorIndex(graph).modules.keys() - own}
-    experts = coverage.renamed_by_peft(graph)
+    converted = coverage.converted_by_peft(graph)
     for name in own:
         leaf = name.rpartition(".")[2]
-        yield _from_layer(name) if leaf in others and leaf not in experts else leaf
+        yield _from_layer(name) if leaf in others and leaf not in converted else leaf
 
 
 def _is_conv1d(module: _Module) -> bool:
     """Returns whether the module stores [inputs, outputs], as Conv1D of GPT-2 does."""
     form = module.form
-    axes = names.stored_axes(module.stored.layout)[0] if module.stored.layout else [("a", "a")]
-    reads = form.a.layout.split(" -> ")[0].split(" ", 1)[1]
-    is_table = module.place.path in (EMBEDDING, HEAD)
-    return form.experts == 1 and not is_table and axes[0][0] == reads
+    layout = module.stored.layout
+    if form.experts > 1 or not layout or module.place.path in (EMBEDDING, HEAD):
+        return False
+    inputs = form.a.layout.split(" -> ")[0].split(" ", 1)[1]
+    return names.layout_axes(layout).stored[0].text == inputs
 
 
 def _suffix(tensor: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from policy.adapters.learning import Adapters, is_adapter
+from policy.adapters.learning import Adapters
 from policy.huggingface.peft.reader import Adapter, read_adapter
 from policy.huggingface.peft.targets import TargetError, resolved
 from policy.huggingface.reload import WeightsOnHost
@@ -43,11 +43,6 @@ def with_adapter(graph: Graph, options: ModelOptions) -> Graph:
         return graph.with_runtime(adapter=resolved(graph, spec))
     except TargetError as error:
         raise ConfigError(f"model.adapter.{error}") from None
-
-
-def has_adapter(model: Model) -> bool:
-    """Whether the weights of the model have an adapter."""
-    return any(map(is_adapter, model.params))
 
 
 def begin(model: Model, config: RunConfig) -> None:

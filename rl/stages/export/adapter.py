@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from policy.adapters.learning import Adapters, is_adapter
+from policy.adapters.learning import Adapters
 from policy.huggingface.peft import merge, writer
 from policy.huggingface.peft.adapter_config import CONFIG
 from policy.mesh import processes
@@ -14,11 +14,6 @@ from policy.model import Model
 from rl.stages.export.exportable import AdapterBase, Exportable
 
 _SHOWN = 3  # names of tensors in a note
-
-
-def has_adapter(model: Model) -> bool:
-    """Whether the weights of the model have an adapter."""
-    return any(map(is_adapter, model.params))
 
 
 def write_adapter(exported: Exportable, directory: Path, base: AdapterBase) -> None:

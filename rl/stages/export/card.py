@@ -1,4 +1,5 @@
-"""Writes the model card of an export: README.md, as the hub shows it, and the licence of the base."""
+"""Writes the model card of an export, README.md, as the hub shows it, and the licence of the
+base."""
 
 from __future__ import annotations
 
@@ -44,9 +45,10 @@ class Place:
 class Origin:
     """Where exported weights come from.
 
-    base: hub name of the model that they started from; None: it is not of the hub. source: directory
-    of that model; None: it is gone, or the weights were random. run: the folder of the run that trained
-    them, with its configuration; None: no run is known. place: after which step; None: the last.
+    title: of the model card. base: hub name of the model that they started from; None: it is not of
+    the hub. source: directory of that model; None: it is gone, or the weights were random. run: the
+    folder of the run that trained them, with its configuration; None: no run is known. place: after
+    which step; None: the last.
     """
 
     title: str
@@ -60,7 +62,7 @@ class Origin:
 def write(directory: Path, origin: Origin, sentence: str, library: str) -> None:
     """Writes the card and copies the licence.
 
-    sentence: what the directory holds. library: that reads it, `transformers`, `peft` or `gguf`.
+    sentence: says what the directory holds. library: reads the directory, `transformers`, `peft` or `gguf`.
     """
     parts = [_front_matter(origin, library), f"# {origin.title}", sentence]
     if origin.config is not None:

@@ -34,8 +34,8 @@ class ExportedRun(Exportable):
 
     stop_ids: token ids that end a completion, where the configuration names none. show: prints a
     note. media: whether rows of the run have pictures or sounds. chosen: which forms of an adapter
-    are written; None: those of the configuration. place: of the checkpoint with these weights; None:
-    the run is at its end.
+    are written; None: those of the configuration. place: of the checkpoint with these weights;
+    None: the run is at its end.
     """
 
     config: RunConfig
@@ -111,9 +111,9 @@ class ExportedRun(Exportable):
             directory_of_base = config.directory / FOLDER
             _write_once(directory_of_base, write)
         label = f"{FOLDER}/ of the run" if is_trained(config) else str(config.model.source)
-        return AdapterBase(directory_of_base, self._name(directory_of_base, directory), label)
+        return AdapterBase(directory_of_base, self._base_keys(directory_of_base, directory), label)
 
-    def _name(self, base: Path, directory: Path) -> dict[str, str]:
+    def _base_keys(self, base: Path, directory: Path) -> dict[str, str]:
         """Returns the keys of adapter_config.json that name the base: relative to an export in the
         folder of the run for a folder of the run, so that the run can be moved; on the hub its name
         and revision."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from rl.stages.export import proof
 from rl.stages.export.exportable import Exportable
 
-MERGED = "merged"
-"""Of an export with an adapter: the folder of the merged model."""
-
 if TYPE_CHECKING:
     from policy.huggingface.reload import Proof
     from policy.model import Model
+
+MERGED = "merged"
+"""Of an export with an adapter: the folder of the merged model."""
 
 
 def write_policy(exported: Exportable, directory: Path) -> list[Proof]:
@@ -24,9 +24,10 @@ def write_policy(exported: Exportable, directory: Path) -> list[Proof]:
     Each directory is read back, and its log-probabilities are compared: returns what was measured,
     for each that the devices had room for. Raises ModelError if they differ.
     """
+    from policy.adapters.learning import has_adapter
     from rl.stages.export import adapter
 
-    if not adapter.has_adapter(exported.model):
+    if not has_adapter(exported.model.params):
         write_model(exported, exported.model, directory)
         write_card(exported, directory, _plain(exported), "transformers")
         return proof.check_model(exported, exported.model, directory)
@@ -63,8 +64,9 @@ def _plain(exported: Exportable) -> str:
     origin = exported.origin()
     how = "trained by" if origin.config is not None else "as exported by"
     dtype = exported.model.graph.runtime.param_dtype
-    model = origin.base or (origin.config and origin.config.model.source) or origin.title
-    return f"The weights of {Path(model).name if origin.base is None else model}, {how} Duet, in {dtype}."
+    source = origin.title if origin.config is None else origin.config.model.source
+    name = origin.base or Path(source).name
+    return f"The weights of {name}, {how} Duet, in {dtype}."
 
 
 def write_model(exported: Exportable, model: Model, directory: Path) -> None:

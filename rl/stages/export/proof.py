@@ -22,8 +22,8 @@ _REFUSED = (
 
 
 def check_model(exported: Exportable, model: Model, directory: Path) -> list[Proof]:
-    """Reads the model in a directory and compares its log-probabilities with those of the model that
-    was written there. Raises ModelError."""
+    """Reads the model in a directory and compares its log-probabilities with those of the model
+    that was written there. Raises ModelError."""
     from policy.huggingface import reload
 
     return _run(exported, lambda: reload.check_model(model, directory, exported.prompts()))
