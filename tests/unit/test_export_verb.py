@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import create_autospec
 
 import huggingface_hub
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -14,8 +15,12 @@ import yaml
 from safetensors.numpy import load_file, save_file
 
 import policy
+from policy.adapter_spec import AdapterSpec
+from policy.adapters.learning import Adapters
 from policy.huggingface import reload, sources
 from policy.huggingface.gguf import writer
+from policy.huggingface.peft import writer as peft
+from policy.huggingface.peft.targets import resolved
 from rl.commands import cli
 from rl.config.run import RunConfig
 from rl.stages.export import card
@@ -303,3 +308,21 @@ def test_a_card_says_data_evaluations_and_configuration(tmp_path):
     assert "1.000" not in text and "After step 3 of the stage grpo" in text
     assert "me:word" not in text and "rows.jsonl" in text
     assert (out / "LICENSE").read_text() == "a licence"
+
+
+def test_an_adapter_over_weights_in_four_bits_is_compared_over_these(directory, tmp_path):
+    """So the bits of the base are no difference, and another adapter is one."""
+    base = policy.load(directory, base_weights="nf4", base_block=32)
+    spec = resolved(base.graph, AdapterSpec(rank=2, alpha=4, targets=("q_proj", "down_proj")))
+    graph = base.graph.with_runtime(adapter=spec)
+    drawn = np.random.default_rng(0)
+    arrays = {
+        path: jnp.asarray(0.1 * drawn.standard_normal(shape.shape), shape.dtype)
+        for path, shape in Adapters(graph).shapes.items()
+    }
+    model = policy.Model(graph, {**base.params, **arrays})
+    peft.write_adapter(tmp_path, graph, spec, arrays, str(directory))
+    assert reload.check_adapter(model, tmp_path, ROWS).difference < 1e-6
+    changed = {path: 1.1 * array for path, array in arrays.items()}
+    with pytest.raises(reload.NotReloaded, match="log-probability"):
+        reload.check_adapter(policy.Model(graph, {**base.params, **changed}), tmp_path, ROWS)
