@@ -24,6 +24,7 @@ ASKED_FOR = (
         "dynamic/without_difference",
         "dynamic/reward_mean",
     ),
+    "eval/maj@<k>",  # test_evaluation.py
     *("entropy_coef", "entropy_bonus_applied", "reward/greedy", "kl/coef"),
     *("sampler/kept_mean", "sampler/kept_overflow"),
 )
