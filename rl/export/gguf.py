@@ -69,7 +69,9 @@ def vocabulary_of(exported: Exportable) -> Vocabulary:
         template = _template(texts, keys.get("chat_template"))
     stops = exported.generation().get("eos_token_id")
     ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
-    return of_tokenizer(tokenizer, _special(keys), ids, template)
+    size = exported.model.config.vocab_size
+    drawn = [each for each in ids if each < size]  # no other token can end a completion
+    return of_tokenizer(tokenizer, _special(keys), drawn, template)
 
 
 def _special(keys: dict) -> dict[str, str | None]:
