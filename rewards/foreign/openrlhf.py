@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from rewards import plugins
+from rewards.foreign.functions import awaited, check_of
 from rewards.registry import reward
 from rewards.text import text_of
 
 
-def _check(function: str = "", **_) -> None:
-    if not function:
-        raise ValueError("it needs the option `function`: file.py:reward_func")
-    plugins.load(function, "function")
-
-
-@reward("openrlhf", check=_check)
+@reward("openrlhf", check=check_of("file.py:reward_func"))
 async def reward_func(
     prompts: list, completions: list, function: str, label: str = "label", **columns: Any
 ) -> list[float]:
@@ -31,8 +25,7 @@ async def reward_func(
         prompt + text_of(completion) for prompt, completion in zip(texts, completions, strict=True)
     ]
     labels = columns.get(label, [None] * len(completions))
-    result = plugins.load(function, "function")(queries, texts, labels)
-    result = await result if inspect.isawaitable(result) else result
+    result = await awaited(plugins.load(function, "function")(queries, texts, labels))
     result = result["rewards"] if isinstance(result, dict) else result
     values = result.tolist() if hasattr(result, "tolist") else list(result)
     return [float(value) for value in values]

@@ -6,17 +6,12 @@ import inspect
 from typing import Any
 
 from rewards import plugins
+from rewards.foreign.functions import check_of
 from rewards.registry import reward
 from rewards.text import text_of
 
 
-def _check(function: str = "", **_) -> None:
-    if not function:
-        raise ValueError("it needs the option `function`: file.py:check_answer")
-    plugins.load(function, "function")
-
-
-@reward("tunix", check=_check)
+@reward("tunix", check=check_of("file.py:check_answer"))
 def reward_fn(
     prompts: list, completions: list, function: str, **columns: Any
 ) -> list[float | None]:

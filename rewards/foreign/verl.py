@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rewards import plugins
+from rewards.foreign.functions import awaited
 from rewards.registry import reward
 from rewards.text import text_of
 
@@ -50,7 +51,7 @@ async def compute_score(
     truths = [row.get("ground_truth") for row in reward_model]
     more = dict(options or {})
     if "solution_str" not in inspect.signature(function).parameters:
-        return await _awaited(
+        return await awaited(
             function(prompts=prompts, completions=completions, answer=truths, **more)
         )
     infos = extra_info or [None] * len(completions)
@@ -65,7 +66,7 @@ async def compute_score(
 async def _scored(
     function: Callable[..., Any], source: Any, completion: Any, truth: Any, info: Any, more: dict
 ) -> float | tuple[float, str]:
-    result = await _awaited(
+    result = await awaited(
         function(
             data_source=source,
             solution_str=text_of(completion),
@@ -78,7 +79,3 @@ async def _scored(
         return float(result)
     rest = {key: value for key, value in result.items() if key != "score"}
     return (float(result["score"]), str(rest)) if rest else float(result["score"])
-
-
-async def _awaited(result: Any) -> Any:
-    return await result if inspect.isawaitable(result) else result

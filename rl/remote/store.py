@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl.remote.faults import DamagedCopy, Retries
-from rl.remote.urls import filesystem, joined
+from rl.remote.urls import joined, place_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -59,8 +59,9 @@ class Store:
         """made: the file system; None: that of the URL. Raises ConfigError for a URL that cannot be
         used."""
         self.url = url.rstrip("/")
-        own, self._root = filesystem(url)
-        self._files: Any = own if made is None else made
+        place = place_of(url)
+        self._root = place.path
+        self._files: Any = place.files if made is None else made
         self._retries = retries
         protocol = self._files.protocol
         names = {protocol} if isinstance(protocol, str) else set(protocol)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rewards.suggest import nearest
@@ -64,8 +65,16 @@ def problem_of(url: str) -> str | None:
     return None
 
 
-def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
-    """Returns the file system of a URL, without a cache of listings, and the path in it.
+@dataclass(frozen=True)
+class Place:
+    """What a URL names: a path in a file system, which keeps no cache of listings."""
+
+    files: AbstractFileSystem
+    path: str
+
+
+def place_of(url: str) -> Place:
+    """Returns the file system of a URL and the path in it.
 
     Raises ConfigError if the URL is wrong or its client is not installed or has no credentials.
     """
@@ -82,7 +91,7 @@ def filesystem(url: str) -> tuple[AbstractFileSystem, str]:
     except Exception as error:  # clients raise errors of their own, for missing credentials too
         hint = f" (credentials: {CREDENTIALS[scheme]})" if scheme in CREDENTIALS else ""
         raise ConfigError(f"{url}: {type(error).__name__}: {error}{hint}") from None
-    return made, str(path).rstrip("/")
+    return Place(made, str(path).rstrip("/"))
 
 
 def _made(kind: type[AbstractFileSystem]) -> AbstractFileSystem:

@@ -22,7 +22,7 @@ from rl.remote.faults import RemoteError, Retries
 from rl.remote.lock import LOCK, LeaseTimes, Lock, LockHeld
 from rl.remote.store import Store
 from rl.run.manifest import MANIFEST, complete, examine
-from rl.run.mirror.mirror import Mirror
+from rl.run.mirror.mirror import RunMirror
 
 QUICK = Retries(tries=4, sleep=lambda seconds: None)
 TIMES = LeaseTimes(lease_s=0.6, renew_s=0.1, look_s=0.02, settle_s=0.0)
@@ -50,7 +50,7 @@ def run(tmp_path):
 def mirror(run: Path, url="faulty://bucket/run", keep=2):
     run.mkdir(parents=True, exist_ok=True)
     times = SHORT if url.startswith("faulty-disk") else TIMES
-    return Mirror(url, run, keep, remote_runs.needed, QUICK, times)
+    return RunMirror(url, run, keep, remote_runs.needed, QUICK, times)
 
 
 def objects(url="faulty://bucket/run"):

@@ -16,7 +16,7 @@ import remote_runs
 from rl.remote.faults import RemoteError, Retries
 from rl.remote.lock import LeaseTimes
 from rl.run.manifest import complete, examine
-from rl.run.mirror.mirror import Mirror
+from rl.run.mirror.mirror import RunMirror
 
 QUICK = Retries(tries=3, sleep=lambda seconds: None)
 SHORT = LeaseTimes(lease_s=0.1, renew_s=0.02, look_s=0.01, settle_s=0.0)
@@ -53,7 +53,7 @@ def chaos(draw):
 
 def mirror(run, url, keep):
     run.mkdir(parents=True, exist_ok=True)
-    return Mirror(url, run, keep, remote_runs.needed, QUICK, SHORT)
+    return RunMirror(url, run, keep, remote_runs.needed, QUICK, SHORT)
 
 
 def lines(run, number):

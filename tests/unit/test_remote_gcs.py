@@ -14,7 +14,7 @@ from rl.remote.faults import Retries
 from rl.remote.lock import LOCK, LeaseTimes, Lock, LockHeld
 from rl.remote.probe import writable
 from rl.remote.store import Store
-from rl.run.mirror.mirror import Mirror
+from rl.run.mirror.mirror import RunMirror
 
 pytest.importorskip("gcsfs")
 QUICK = Retries(tries=2, sleep=lambda seconds: None)
@@ -90,17 +90,17 @@ def test_a_run_is_sent_and_fetched_and_a_second_one_refused(service, tmp_path):
     assert writable(url).problem == "" and writable(url).compares_generations
     assert "no such bucket" in writable("gs://nobody/run").problem
     remote_runs.start(tmp_path / "run")
-    nowhere = Mirror("gs://nobody/run", tmp_path / "run", 2, retries=QUICK, times=TIMES)
+    nowhere = RunMirror("gs://nobody/run", tmp_path / "run", 2, retries=QUICK, times=TIMES)
     with pytest.raises(ConfigError, match="run.remote: gs://nobody/run: no such bucket"):
         nowhere.__enter__()
-    with Mirror(url, tmp_path / "run", 2, remote_runs.needed, QUICK, TIMES):
+    with RunMirror(url, tmp_path / "run", 2, remote_runs.needed, QUICK, TIMES):
         remote_runs.step(tmp_path / "run", 1)
         remote_runs.checkpoint(tmp_path / "run", 1)
         with pytest.raises(LockHeld, match="is in use by the run in"):
             Lock(Store(url, QUICK), tmp_path / "new", TIMES).acquire()
     assert LOCK not in Store(url).list()
     (tmp_path / "new").mkdir(exist_ok=True)
-    with Mirror(url, tmp_path / "new", 2, remote_runs.needed, QUICK, TIMES):
+    with RunMirror(url, tmp_path / "new", 2, remote_runs.needed, QUICK, TIMES):
         pass
     assert remote_runs.contents(tmp_path / "new") == remote_runs.contents(tmp_path / "run")
 

@@ -31,8 +31,8 @@ class Mirror(Protocol):
 class StageSteps:
     """The steps of a stage within its run.
 
-    steps: number of updates.
-    before: number of its step 0 (the evaluation before its first update), counted over all stages.
+    steps: how many it has.
+    before: number of its step 0 (the evaluation before its first step), counted over all stages.
     """
 
     steps: int

@@ -48,7 +48,8 @@ def fetch(remote: RemoteRun, run: Path) -> Fetched:
     RemoteError if it cannot be read or holds damaged checkpoints only, ResourceError without room.
     """
     listing = Listing(remote.store.list())
-    local = [n for n, path in complete(run / CHECKPOINT_FOLDER) if not examine(path, False)[1]]
+    checkpoints = complete(run / CHECKPOINT_FOLDER)
+    undamaged = [n for n, path in checkpoints if not examine(path, hashes=False)[1]]
     _check_same_run(remote, run, listing)
     remote.known |= {each.name for each in listing.checkpoints()}
     for each in listing.unfinished():
@@ -58,10 +59,8 @@ def fetch(remote: RemoteRun, run: Path) -> Fetched:
             each.folder,
             MANIFEST,
         )
-    newer = [each for each in listing.checkpoints() if not local or each.number > local[0]]
-    if local and not newer:
-        return Fetched(None)
-    if not newer and complete(run / CHECKPOINT_FOLDER):
+    newer = [each for each in listing.checkpoints() if not undamaged or each.number > undamaged[0]]
+    if not newer and checkpoints:
         return Fetched(None)
     try:
         return _fetch_newest(remote, run, listing, newer)

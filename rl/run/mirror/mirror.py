@@ -31,7 +31,7 @@ _WARN_EVERY_S = 600.0
 """Seconds between warnings that uploads are slower than checkpoints."""
 
 
-class Mirror:
+class RunMirror:
     """Keeps a remote folder like the folder of a run while it is entered.
 
     Entering takes the lock of the remote folder and fetches what is newer there. Leaving waits for
@@ -60,7 +60,7 @@ class Mirror:
         self._warned = float("-inf")
         self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
 
-    def __enter__(self) -> Mirror:
+    def __enter__(self) -> RunMirror:
         try:
             self._lock.acquire()
         except FileNotFoundError as error:

@@ -12,7 +12,7 @@ from rl.cluster.launch import on_first
 from rl.config.run import RunConfig
 from rl.errors import Interrupted
 from rl.run.folder import FolderLock
-from rl.run.mirror.mirror import Mirror
+from rl.run.mirror.mirror import RunMirror
 from rl.run.resume import best
 from rl.run.signals import StopSignal
 
@@ -34,19 +34,19 @@ def mirrored(config: RunConfig) -> Iterator[OpenMirror]:
     """Holds the local and the remote folder of a run (`run.remote`), after fetching what is newer in
     the remote one. At the end all processes wait for the last upload.
 
-    Without a remote folder it does nothing. Raises what `Mirror` and `FolderLock` raise.
+    Without a remote folder it does nothing. Raises what `RunMirror` and `FolderLock` raise.
     """
     remote = config.run.remote
     if remote is None:
         yield OpenMirror()
         return
-    mirrors: list[Mirror] = []
+    mirrors: list[RunMirror] = []
     lock = FolderLock(config.directory)
     with ExitStack() as stack:
 
         def enter() -> None:
             stack.enter_context(lock)
-            mirror = Mirror(remote, config.directory, config.run.keep_checkpoints, best.named_by)
+            mirror = RunMirror(remote, config.directory, config.run.keep_checkpoints, best.named_by)
             mirrors.append(stack.enter_context(mirror))
 
         on_first(enter)
@@ -59,7 +59,7 @@ def mirrored(config: RunConfig) -> Iterator[OpenMirror]:
         _wait_together(mirrors)
 
 
-def _wait_together(mirrors: list[Mirror]) -> None:
+def _wait_together(mirrors: list[RunMirror]) -> None:
     """Returns in all processes when the first one has made its last upload: one that ended earlier
     would end the others."""
     if processes.count() == 1:

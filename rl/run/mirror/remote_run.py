@@ -210,15 +210,15 @@ class RemoteRun:
         if manifest in before and Path(folder).name not in self.damaged:
             kept = f"{folder}.replaced"
             self.known.add(Path(kept).name)
-            self.delete_checkpoint(kept, listing.below(kept))
+            self._delete_checkpoint(kept, listing.below(kept))
             moved = [each for each in before if each != manifest]
             pairs = [(each, f"{kept}{each.removeprefix(folder)}") for each in (*moved, manifest)]
             self.store.for_each(lambda pair: self.store.copy(*pair), pairs[:-1])
             self.store.copy(*pairs[-1])
         self._manifests.pop(Path(folder).name, None)
-        self.delete_checkpoint(folder, before)
+        self._delete_checkpoint(folder, before)
 
-    def delete_checkpoint(self, folder: str, names: Iterable[str]) -> None:
+    def _delete_checkpoint(self, folder: str, names: Iterable[str]) -> None:
         """Removes the objects of a checkpoint, its manifest first."""
         names = list(names)
         if (manifest := f"{folder}/{MANIFEST}") in names:
@@ -300,7 +300,7 @@ class RemoteRun:
         self._may_write()
         for each in (*listing.checkpoints(), *listing.unfinished()):
             if each.name not in stays:
-                self.delete_checkpoint(each.folder, listing.below(each.folder))
+                self._delete_checkpoint(each.folder, listing.below(each.folder))
                 self._manifests.pop(each.name, None)
                 self.damaged.discard(each.name)
 
