@@ -302,8 +302,14 @@ def generator(
     config: RunConfig, model: Model, tokenizer: Tokenizer, options: GeneratorOptions
 ) -> Generator:
     """Returns the generator of a run."""
-    lengths = {"max_length": config.max_length, "slots": slots(config, model.graph.layout)}
-    return Generator(model, **lengths, seed=config.seed, tokenizer=tokenizer, options=options)
+    return Generator(
+        model,
+        max_length=config.max_length,
+        slots=slots(config, model.graph.layout),
+        seed=config.seed,
+        tokenizer=tokenizer,
+        options=options,
+    )
 
 
 def slots(config: RunConfig, layout: Layout) -> int:

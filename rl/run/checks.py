@@ -647,8 +647,10 @@ def _majority(config: RunConfig, evaluation: EvaluationOptions) -> Iterator[Faul
             )
     rewards = [config.rewards_of(stage) for stage in config.stages] if evaluation.maj else []
     for settings in rewards:
+        if settings is None:
+            continue
         try:
-            tells = settings is None or answer_of(settings) is not None
+            tells = answer_of(settings) is not None
         except RewardError:  # reported where the reward is named
             return
         if not tells:
