@@ -100,14 +100,18 @@ def _problem(detail: ErrorDetails, body: dict[str, Any]) -> _Problem:
     param = ""
     depth = 0
     value: Any = body
-    for part in detail["loc"]:
+    for part, following in zip(detail["loc"], (*detail["loc"][1:], None), strict=True):
         if isinstance(value, list) and isinstance(part, int) and part < len(value):
             param += f"[{part}]"
             value = value[part]
             depth += 1
         elif isinstance(value, dict) and (part in value or detail["type"] == "missing"):
+            inner = value.get(part)
+            in_this = following in value or (following and detail["type"] == "missing")
+            if in_this and not isinstance(inner, (dict, list)):
+                continue  # the name of a member of a union, which is that of a field, too
             param += f".{part}" if param else str(part)
-            value = value.get(part)
+            value = inner
             depth += 1
         # Other parts are names of pydantic for the members of a union.
     message = detail["msg"].removeprefix("Value error, ")
