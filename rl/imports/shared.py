@@ -18,6 +18,8 @@ NO_K1 = (
     "k1 is no loss: the expectation of its gradient is zero; k3 is written, and k2 has the gradient "
     "of the KL divergence"
 )
+_PROJECTS = {"wandb": "project", "mlflow": "experiment", "trackio": "project"}
+"""Tracker -> its option for what the runs of a project have in common."""
 PROMPT_TOKENS = 512
 """Room for a prompt where the other framework sets no limit."""
 
@@ -140,6 +142,26 @@ def put_rewards(draft: Draft, functions: list[dict[str, Any]], *keys: str, note:
         "rewards.functions: name your reward functions, file.py:function; the other file does not "
         "say which"
     )
+
+
+def put_trackers(
+    draft: Draft, trackers: Sequence[str], key: str, *, project: str = "", name: str = ""
+) -> None:
+    """Writes the trackers that Duet has too.
+
+    key: of the trackers. project, name: keys of the names of the project and of the run, if any.
+    """
+    for tracker, option in _PROJECTS.items():
+        if tracker in trackers:
+            keys = {option: project, "name": name}
+            names = {ours: draft.text(theirs) for ours, theirs in keys.items() if theirs}
+            options = {ours: text for ours, text in names.items() if text}
+            draft.put(f"run.{tracker}", options, *filter(None, (project, name)), key)
+    if "tensorboard" in trackers:
+        draft.put("run.tensorboard", True, key)
+    known = (*_PROJECTS, "tensorboard", "console", "none")
+    if others := [each for each in trackers if each not in known]:
+        draft.leave(key, why=f"the import sets no tracker for {', '.join(others)}")
 
 
 def put_lengths(draft: Draft, completion: str, prompt: str = "", total: str = "") -> None:

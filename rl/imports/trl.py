@@ -22,6 +22,7 @@ from rl.imports.shared import (
     put_rewards,
     put_schedule,
     put_steps,
+    put_trackers,
     put_warmup,
 )
 from rl.imports.tables.trl import DPO_LOSSES, LOSSES, TABLES
@@ -312,14 +313,9 @@ def _run(draft: Draft, updates: int) -> None:
     if (every := _every(draft, "save_strategy", "save_steps", updates)) is not None:
         draft.put("run.checkpoint_every", every, "save_steps", "save_strategy")
     trackers = draft.texts("report_to")
-    if "wandb" in trackers or "all" in trackers:
-        name = draft.text("run_name")
-        draft.put("run.wandb", {"name": name} if name else {}, "report_to", "run_name")
-    if "tensorboard" in trackers or "all" in trackers:
-        draft.put("run.tensorboard", True, "report_to")
-    others = [each for each in trackers if each not in ("wandb", "tensorboard", "none", "all")]
-    if others:
-        draft.leave("report_to", why=f"the import sets no tracker for {', '.join(others)}")
+    if "all" in trackers:
+        trackers = ["wandb", "tensorboard"]
+    put_trackers(draft, trackers, "report_to", name="run_name")
     draft.same("report_to", "run_name", note="no tracker")
 
 

@@ -21,6 +21,7 @@ from rl.imports.shared import (
     put_lengths,
     put_rewards,
     put_steps,
+    put_trackers,
     put_warmup,
 )
 from rl.imports.tables.verl import RL, SFT
@@ -188,18 +189,10 @@ def _run(draft: Draft) -> None:
             draft.put(target, draft.value(key), key)
     every = draft.integer("trainer.save_freq") or -1
     draft.put("run.checkpoint_every", max(every, 0), "trainer.save_freq")
-    loggers = draft.texts("trainer.logger")
+    loggers = draft.texts("trainer.logger") if draft.has("trainer.logger") else []
     names = ("trainer.project_name", "trainer.experiment_name")
-    if "wandb" in loggers and draft.has("trainer.logger"):
-        options = zip(("project", "name"), (draft.text(key) for key in names), strict=True)
-        options = {key: value for key, value in options if value}
-        draft.put("run.wandb", options, *names, "trainer.logger")
-    draft.same(*names, note="names for wandb")
-    if "tensorboard" in loggers:
-        draft.put("run.tensorboard", True, "trainer.logger")
-    others = [name for name in loggers if name not in ("console", "wandb", "tensorboard")]
-    if others:
-        draft.leave("trainer.logger", why=f"the import sets no tracker for {', '.join(others)}")
+    put_trackers(draft, loggers, "trainer.logger", project=names[0], name=names[1])
+    draft.same(*names, note="names for a tracker")
     draft.same("trainer.logger", note="the console")
     seed = "data.seed" if draft.has("data.seed") else "trainer.seed"
     if draft.has(seed):

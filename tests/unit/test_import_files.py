@@ -358,3 +358,11 @@ def test_numbers_of_options_are_checked():
     assert cli.main(["import", "trl", str(FIXTURES / "trl" / "sft.sh"), "--rows", "0"]) == 2
     with pytest.raises(ConfigError, match="--trainer ppo: the trainers of TRL"):
         draft_of("trl", FIXTURES / "trl" / "sft.sh", facts=convert.Facts(trainer="ppo"))
+
+
+def test_trackers_that_duet_has_are_written(tmp_path):
+    file = tmp_path / "sft.yaml"
+    file.write_text("report_to: [mlflow, trackio, comet_ml]\nrun_name: a\n")
+    config, said = config_of("trl", file), said_of("trl", file)
+    assert config.run.mlflow.name == config.run.trackio.name == "a" and config.run.wandb is None
+    assert "no tracker for comet_ml" in said
