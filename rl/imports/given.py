@@ -25,8 +25,9 @@ _ARGUMENT = "argument"
 
 @dataclass(frozen=True)
 class Word:
-    """A value of a file. where: file and line. unresolved: variables of a shell without a value.
-    name: of its key in the file, if it is an older name of the key."""
+    """The value of a key in a file or on a command line. where: file and line, or number of the
+    argument. unresolved: variables of a shell without a value. name: of its key in the file, if it
+    is an older name of the key."""
 
     value: Any
     where: str

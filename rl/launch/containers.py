@@ -77,6 +77,7 @@ def image_commands(job: Job) -> list[Command]:
 
 
 def image_remarks(job: Job) -> list[str]:
+    """Returns what the user should know about the image."""
     if job.image is not None:
         return []
     return [f"--image is missing: the files say {job.tag}; name one that the machines can pull"]

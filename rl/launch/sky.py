@@ -27,6 +27,24 @@ uv pip install --python ~/duet/bin/python "$(echo *.whl){extras}"{packages}
 
 def launched(job: Job) -> Launched:
     """Returns the task. Raises ConfigError for machines that SkyPilot has no name for."""
+    _check(job)
+    codes = " and ".join(map(str, RESTARTING_CODES))
+    files = {FILE: _HEADER.format(codes=codes) + dump(_task(job))}
+    options = "".join(f" --secret {each.variable}" for each in job.secrets)
+    if job.reservation is not None:
+        files[SETTINGS] = dump({"gcp": {"specific_reservations": [job.reservation]}})
+        options += f" --config {SETTINGS}"
+    commands = [
+        wheel_command(job),
+        Command("start the run", f"sky jobs launch{options} {FILE}"),
+        Command("watch it", "sky jobs queue"),
+        Command("read its console", f"sky jobs logs --name {job.name}"),
+        Command("stop it", f"sky jobs cancel --name {job.name}"),
+    ]
+    return Launched(files, commands)
+
+
+def _check(job: Job) -> None:
     machines = job.machines
     refused = None
     if machines.platform == "gpu":
@@ -44,20 +62,6 @@ def launched(job: Job) -> Launched:
         )
     if refused:
         raise ConfigError(f"--topology {machines.name}: {refused}")
-    codes = " and ".join(map(str, RESTARTING_CODES))
-    files = {FILE: _HEADER.format(codes=codes) + dump(_task(job))}
-    options = "".join(f" --secret {each.variable}" for each in job.secrets)
-    if job.reservation is not None:
-        files[SETTINGS] = dump({"gcp": {"specific_reservations": [job.reservation]}})
-        options += f" --config {SETTINGS}"
-    commands = [
-        wheel_command(job),
-        Command("start the run", f"sky jobs launch{options} {FILE}"),
-        Command("watch it", "sky jobs queue"),
-        Command("read its console", f"sky jobs logs --name {job.name}"),
-        Command("stop it", f"sky jobs cancel --name {job.name}"),
-    ]
-    return Launched(files, commands)
 
 
 def _task(job: Job) -> dict[str, Any]:
@@ -109,6 +113,7 @@ def _infra(job: Job) -> str:
 
 
 def _run(job: Job) -> str:
+    """Returns the shell line of the run, in which the shell of the machine expands $HOME."""
     words = job.train(runs="RUNS")
     text = shlex.join(words).replace("RUNS/", '"$HOME"/runs/')
     if job.machines.all_hosts == 1:

@@ -17,7 +17,7 @@ _SCRIPT = """\
 {options}
 # Made by `rl launch slurm`. {grace} seconds before the end of its time, SLURM asks the run to stop;
 # it saves, and the job is queued again, as after the loss of a node, at most {restarts} times. Exit
-# codes 1 to 6 of the run end the job.
+# codes 1 to {last} of the run end the job.
 set -uo pipefail
 cd {folder}
 {checks}{setup}
@@ -56,13 +56,7 @@ exit "$code"
 
 def launched(job: Job) -> Launched:
     """Returns the batch script. Raises ConfigError for TPUs and what SLURM has no word for."""
-    if job.machines.platform == "tpu":
-        raise ConfigError(
-            f"--topology {job.machines.name}: `rl launch slurm` is for GPUs, as 2xh100:8; for "
-            "TPUs: jobset, xpk, tpu-vm or sky"
-        )
-    if job.spot:
-        raise ConfigError("--spot: SLURM has none; name a partition with --partition")
+    _check(job)
     last = FAILING_CODES[-1]
     checks = "".join(
         f': "${{{each.variable}:?set it where you type sbatch}}"\n' for each in job.secrets
@@ -97,6 +91,16 @@ def launched(job: Job) -> Launched:
             "the nodes run the `rl-train` that --setup activates, or else that of your shell"
         )
     return Launched({FILE: script, **(dockerfile(job) if job.image else {})}, commands, remarks)
+
+
+def _check(job: Job) -> None:
+    if job.machines.platform == "tpu":
+        raise ConfigError(
+            f"--topology {job.machines.name}: `rl launch slurm` is for GPUs, as 2xh100:8; for "
+            "TPUs: jobset, xpk, tpu-vm or sky"
+        )
+    if job.spot:
+        raise ConfigError("--spot: SLURM has none; name a partition with --partition")
 
 
 def _options(job: Job) -> list[str]:

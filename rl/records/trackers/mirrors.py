@@ -17,9 +17,9 @@ from rl.records.trackers.console import LiveConsole, PlainConsole
 from rl.records.trackers.mirror import Metrics, Mirror, stage_steps
 from rl.records.trackers.mlflow_tracker import MLflow
 from rl.records.trackers.sender import Sender, Tracker
-from rl.records.trackers.tensorboard import TensorBoard
+from rl.records.trackers.tensorboard_tracker import TensorBoard
 from rl.records.trackers.trackio_tracker import Trackio
-from rl.records.trackers.wandb import Wandb
+from rl.records.trackers.wandb_tracker import Wandb
 
 
 def mirrors(config: RunConfig, directory: Path, log_every: Callable[[], int]) -> list[Mirror]:
