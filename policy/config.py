@@ -390,6 +390,11 @@ class DecoderConfig:
             spec for stack in self.stacks for _ in range(stack.repeats) for spec in stack.pattern
         )
 
+    @property
+    def mixer_layers(self) -> tuple[int, ...]:
+        """Returns the numbers of the layers that have a mixer, from 0."""
+        return tuple(n for n, layer in enumerate(self.layers) if layer.mixer is not None)
+
     def layer_numbers(self, path: str) -> list[int]:
         """Returns the numbers (from 0) of the layers whose weights are stacked at `path`,
         "stacks.S.layers.I"."""

@@ -6,7 +6,7 @@ B rows, T tokens, E hidden of the student, D of the teacher.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import jax
@@ -36,18 +36,19 @@ def by_number(
 
 
 def pairs_of(
-    student: Mapping[int, object],
-    teacher: Mapping[int, object],
+    student: Collection[int],
+    teacher: Collection[int],
     pairs: Sequence[tuple[int, int]] | None = None,
 ) -> list[tuple[int, int]]:
-    """Returns the pairs (layer of the student, layer of the teacher) that are compared. None: equal
-    numbers.
+    """Returns the pairs (layer of the student, layer of the teacher) that are compared.
+
+    student, teacher: numbers of the layers that have features. pairs: None for equal numbers.
 
     Raises ValueError if a pair names a layer without features, if None is given and the numbers
     differ, and without any pair.
     """
     if pairs is None:
-        if student.keys() != teacher.keys():
+        if set(student) != set(teacher):
             raise ValueError(
                 f"features: the student has them at layers {sorted(student)} and the teacher at "
                 f"{sorted(teacher)}; name the pairs of layers"
@@ -56,7 +57,7 @@ def pairs_of(
     if not pairs:
         raise ValueError("features: no pair of layers to compare; record them, or name the pairs")
     for who, layers, at in (("student", student, 0), ("teacher", teacher, 1)):
-        if missing := sorted({pair[at] for pair in pairs} - layers.keys()):
+        if missing := sorted({pair[at] for pair in pairs}.difference(layers)):
             raise ValueError(
                 f"features: the {who} has none at layer {missing[0]}; it has them at "
                 f"{sorted(layers)}"

@@ -47,10 +47,12 @@ def directory_of(options: TeacherOptions, *, weights: bool = False) -> Path | No
 
 
 def identity(options: TeacherOptions) -> str:
-    """Returns a hash of the teacher, which a resumed run compares: of its configuration, and of
-    names, sizes, headers and samples of its weights or of the files of `rl teach`. The samples are
-    the first MiB of a file and 64 pieces of 4 KiB at equal distances, so that a model of many
-    shards takes a second.
+    """Returns what names the teacher, which a resumed run compares.
+
+    Of a model it is a hash of its configuration, and of names, sizes, headers and samples of its
+    weights; of files of `rl teach` a hash of these. The samples are the first MiB of a file and 64
+    pieces of 4 KiB at equal distances, so that a model of many shards takes a second. Of a preset,
+    whose weights are random, and of the policy or the reference itself it is a sentence.
 
     Raises ModelError if there is no such model, ConfigError if there are no such files.
     """
@@ -197,19 +199,17 @@ def _model_faults(
 def _feature_faults(
     pairs: list[list[int]] | None, student: DecoderConfig, teacher: DecoderConfig
 ) -> Iterator[str]:
-    mixing = [
-        {n for n, layer in enumerate(config.layers) if layer.mixer is not None}
-        for config in (student, teacher)
-    ]
-    if pairs is None and mixing[0] != mixing[1]:
+    mine = student.mixer_layers
+    theirs = teacher.mixer_layers
+    if pairs is None and mine != theirs:
         yield (
-            f"features_coef compares layer by layer, but the policy has {len(mixing[0])} and this "
-            f"teacher {len(mixing[1])} layers; name pairs of layers in features_layers"
+            f"features_coef compares layer by layer, but the policy has {len(mine)} and this "
+            f"teacher {len(theirs)} layers; name pairs of layers in features_layers"
         )
     if repeated := [pair for n, pair in enumerate(pairs or ()) if pair in (pairs or ())[:n]]:
         yield f"features_layers names the pair {repeated[0]} twice; leave one out"
-    for who, have, at in (("policy", mixing[0], 0), ("teacher", mixing[1], 1)):
-        if missing := sorted({pair[at] for pair in pairs or ()} - have):
+    for who, have, at in (("policy", mine, 0), ("teacher", theirs, 1)):
+        if missing := sorted({pair[at] for pair in pairs or ()}.difference(have)):
             yield (
                 f"features_layers: the {who} has no layer {missing[0]} with a mixer; its last "
                 f"is {max(have)}"

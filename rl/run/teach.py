@@ -27,7 +27,7 @@ from rl.stages.scorers import abstract_teacher
 from rl.stages.supervised import Stage
 
 if TYPE_CHECKING:
-    from rl.training.teachers.teacher import ModelTeacher
+    from rl.training.teachers.teacher import LikeliestTokens, ModelTeacher
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,8 @@ def _write(
 
 def top(
     teacher: ModelTeacher, rows: Sequence[Row], k: int, vocab: int, limit: int
-) -> tuple[np.ndarray, ...]:
-    """Returns (log-probabilities float32[N, T, K], ids int32[N, T, K], logarithm of the probability
-    of all other tokens float32[N, T]) of the likeliest tokens in place of each token.
+) -> LikeliestTokens:
+    """Returns the k likeliest tokens in place of each token of rows, on the host.
 
     vocab: the distribution is over the first so many tokens. limit: tokens of the longest row.
     """
@@ -150,10 +149,12 @@ def top(
     from rl.training.batch_updates import by_micro_batch
     from rl.training.packing.packing import plan_packing
     from rl.training.reward_model import rows_at_a_time
+    from rl.training.teachers.teacher import LikeliestTokens
 
     layout = teacher.graph.layout
     batch = padded_batch(rows, limit)
     N, T = batch.tokens.shape
     R = rows_at_a_time(layout, T)
     packing = plan_packing(batch.segments, -(-N // R) * R)
-    return by_micro_batch(partial(teacher.top(k, vocab), teacher.params), batch, packing, R, layout)
+    program = partial(teacher.top(k, vocab), teacher.params)
+    return LikeliestTokens(*by_micro_batch(program, batch, packing, R, layout))

@@ -37,7 +37,7 @@ from rl.config.stage import (
 from rl.run.checkpoint import Checkpoints
 from rl.training import optimizer as optimizers
 from rl.training.optimizer import WeightAxes, at_once, at_update, optimizer, update_count
-from rl.training.teachers.teacher import FeatureProjections
+from rl.training.teachers.projections import FeatureProjections
 
 _DOCS = Path(__file__).parents[2] / "docs" / "optimizers.md"
 OPTIONS = {

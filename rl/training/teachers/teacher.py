@@ -15,7 +15,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,13 @@ from policy.heads.features import by_number, feature_loss, pairs_of
 from policy.intermediates import Aux
 from policy.mesh.sharding import constrain
 from policy.model import Graph
-from policy.ops.parameter import MatrixDims
 from policy.programs.compiled_cache import CompiledCache
 from rl.accounting.flops import Operations
 from rl.algorithms import PolicyInputs
 from rl.algorithms._protocols import TeacherLoss
 from rl.training.batch import Batch
 from rl.training.teachers.frozen import FrozenModel
+from rl.training.teachers.projections import FeatureProjections
 from rl.training.teachers.vocabulary import known_ids
 from rl.training.weights import Weights
 
@@ -52,6 +52,25 @@ COMPARED = (
     "teacher_mass",
 )
 """Fields of DivergenceOutputs that are metrics of an update, as distill/<name>."""
+
+
+class LikeliestTokens(NamedTuple):
+    """The likeliest tokens of a teacher in place of each token, at temperature 1: their
+    log-probabilities float32[R, T, K] and ids int32[R, T, K], and the logarithm of the probability
+    of all others float32[R, T]."""
+
+    logp: Any
+    ids: Any
+    rest: Any
+
+
+class TeacherPass(NamedTuple):
+    """A pass of a teacher without its head: the decoder that has the head, the final states
+    [R, T, D], and what layers reported."""
+
+    decoder: Decoder
+    hidden: jax.Array
+    aux: Aux
 
 
 @dataclass(frozen=True)
@@ -136,11 +155,9 @@ class Teacher(ABC):
         predicts."""
         predicted = scored(micro.segments, micro.tree)
         numbers = {
-            name: array for name in COMPARED if (array := getattr(outputs, name)) is not None
-        }
-        numbers = {
             name: jax.lax.stop_gradient(jnp.where(predicted, array, 0.0))
-            for name, array in numbers.items()
+            for name in COMPARED
+            if (array := getattr(outputs, name)) is not None
         }
         divergence = jnp.where(predicted, outputs.divergence, 0.0)
         return replace(inputs, divergence=divergence, teacher=numbers, **more)
@@ -189,57 +206,48 @@ class ModelTeacher(Teacher):
         theirs = self.graph.config
         if not self.algorithm.has_features or mine.hidden_size == theirs.hidden_size:
             return None
-        mixing = [
-            {n: n for n, layer in enumerate(config.layers) if layer.mixer is not None}
-            for config in (mine, theirs)
-        ]
-        return FeatureProjections(
-            graph, theirs.hidden_size, pairs_of(mixing[0], mixing[1], self._pairs)
-        )
+        pairs = pairs_of(mine.mixer_layers, theirs.mixer_layers, self._pairs)
+        return FeatureProjections(graph, theirs.hidden_size, pairs)
 
     @property
     def _pairs(self) -> list[tuple[int, int]] | None:
         pairs = self.algorithm.features_layers
         return None if pairs is None else [(n, m) for n, m in pairs]
 
-    def states(
-        self, params: dict[str, jax.Array], tokens: jax.Array, step: Step
-    ) -> tuple[Decoder, jax.Array, Aux]:
-        """Returns (decoder, final states [R, T, D], Aux) of a pass without a head."""
+    def forward(self, params: dict[str, jax.Array], tokens: jax.Array, step: Step) -> TeacherPass:
+        """Runs the teacher over tokens [R, T], without its head."""
         decoder = self.graph.decoder(params)
         hidden, _, aux = decoder(tokens, step, None, self.graph.runtime)
-        return decoder, hidden, aux
+        return TeacherPass(decoder, hidden, aux)
 
     @functools.cache  # noqa: B019 - a teacher is made once for a stage
     def top(self, k: int, vocab: int) -> CompiledCache:
-        """Returns the program (params, micro-batch) -> (log-probabilities float32[R, T, k], ids
-        int32[R, T, k], logarithm of the probability of all others float32[R, T]) of the likeliest
-        of the first `vocab` tokens in place of each token, at temperature 1."""
+        """Returns the program (params, micro-batch) -> LikeliestTokens: the `k` likeliest of the
+        first `vocab` tokens."""
 
-        def run(params, micro: Batch):
+        def run(params: dict[str, jax.Array], micro: Batch) -> LikeliestTokens:
             tokens = constrain(micro.tokens, ("batch", None), self.graph.layout)
             rows = FlatRows(self.graph.layout, *tokens.shape)
             with self.graph.precision():
                 step = modes.make_step(tokens, segments=micro.segments)
-                decoder, hidden, _ = self.states(params, tokens, step)
+                decoder, hidden, _ = self.forward(params, tokens, step)
                 states = rows.flat(before(hidden))
                 tiling = head.Tiling(None, rows.layout)
                 weight = decoder.head_weight
                 scaling = decoder.config.logit_scaling
-                return jax.tree.map(
-                    rows.back, head.top_and_rest(states, weight, k, 1.0, scaling, tiling, vocab)
-                )
+                top = head.top_and_rest(states, weight, k, 1.0, scaling, tiling, vocab)
+                return LikeliestTokens(rows.back(top.logp), rows.back(top.ids), rows.back(top.rest))
 
         return CompiledCache(jax.jit(run), self.graph.layout.platform)
 
     def compare(
         self, student: Student, micro: Batch, inputs: PolicyInputs, weights: Weights
     ) -> PolicyInputs:
-        # its own routes, and no dropout
+        # The teacher chooses its own experts, and has no dropout.
         tokens = known_ids(micro.tokens, self.graph)
         step = modes.make_step(tokens, segments=micro.segments, tree=micro.tree)
         with self.graph.precision():
-            decoder, hidden, aux = self.states(weights.teacher, tokens, step)
+            decoder, hidden, aux = self.forward(weights.teacher, tokens, step)
         temperature = self.algorithm.temperature_of(inputs)
         with student.graph.precision():
             assert student.aux.states is not None  # log-probabilities were computed from them
@@ -279,57 +287,6 @@ class ModelTeacher(Teacher):
         return self.graph.config.vocab_size
 
 
-class FeatureProjections:
-    """Matrices that map features of the policy to the width of a teacher, one for each pair of
-    layers.
-
-    They learn with the policy by the same loss. They are a part of the state of a stage, and no
-    part of the policy.
-
-    paths: of each matrix float32[E, D], in the order of the pairs. The other attributes are those
-    of a LearningModel.
-    """
-
-    def __init__(self, policy: Graph, width: int, pairs: Sequence[tuple[int, int]]):
-        """Defines the matrices. width: of the teacher. pairs: (layer of the policy, layer of the
-        teacher)."""
-        self.paths = [f"teacher.projection.{n}.{m}" for n, m in pairs]  # as checkpoints have them
-        shape = (policy.config.hidden_size, width)
-        axes = ("embed", None)
-        self.trunk = policy
-        self.runtime = replace(policy.runtime, param_dtype="float32")
-        self.untrained = frozenset()
-        self.hosted = frozenset()
-        self.host_tables = frozenset()
-        self.axes = dict.fromkeys(self.paths, axes)
-        self.sizes = dict.fromkeys(self.paths, shape)
-        self.matrices = dict.fromkeys(self.paths, MatrixDims(rows=(0,), columns=(1,)))
-        self.shardings = dict.fromkeys(self.paths, policy.layout.sharding(axes, shape))
-
-    def init(self, seed: int) -> dict[str, jax.Array]:
-        """Draws the matrices, normally distributed with variance 1 / E: a projected feature keeps
-        its size."""
-
-        def create(key):
-            keys = jax.random.split(key, len(self.paths))
-            scale = {path: size[0] ** -0.5 for path, size in self.sizes.items()}
-            return {
-                path: scale[path] * jax.random.normal(each, self.sizes[path], jnp.float32)
-                for path, each in zip(self.paths, keys, strict=True)
-            }
-
-        return jax.jit(create, out_shardings=self.shardings)(jax.random.key(seed))
-
-    def maps(self, params: dict[str, jax.Array]) -> list[jax.Array]:
-        """Returns the matrices in the order of the pairs."""
-        return [params[path] for path in self.paths]
-
-    def operations(self, lengths: Sequence[int] | np.ndarray) -> float:
-        """Returns the operations of the products and of their gradients over sequences of these
-        lengths."""
-        return 6.0 * sum(E * D for E, D in self.sizes.values()) * float(np.sum(lengths))
-
-
 class StoredTeacher(Teacher):
     """The likeliest tokens of a teacher, which `rl teach` wrote and the batch holds."""
 
@@ -342,9 +299,8 @@ class StoredTeacher(Teacher):
         rows = FlatRows(graph.runtime.layout, *micro.tokens.shape)
         ids = micro.teacher_ids
         top = micro.teacher_top
-        assert (
-            ids is not None and top is not None and micro.teacher_rest is not None
-        )  # the stage adds them
+        rest = micro.teacher_rest
+        assert ids is not None and top is not None and rest is not None  # the stage adds them
         with graph.precision():
             assert student.aux.states is not None  # log-probabilities were computed from them
             decoder = graph.decoder(student.params)
@@ -352,11 +308,10 @@ class StoredTeacher(Teacher):
             mine, entropy = modes.logprobs_of_states(
                 decoder, states, ids, temperature, graph.runtime
             )
-        teacher = (
-            rows.flat(top) / temperature
-        )  # not normalised at this temperature, which only `renormalise` allows
+        # At another temperature than 1 this is not normalised, which only `renormalise` allows.
+        teacher = rows.flat(top) / temperature
         outputs = top_divergence(
-            rows.flat(mine), teacher, rows.flat(micro.teacher_rest), self.algorithm.divergence_spec
+            rows.flat(mine), teacher, rows.flat(rest), self.algorithm.divergence_spec
         )
         outputs = replace(jax.tree.map(rows.back, outputs), student_entropy=entropy)
         return self._with_comparison(inputs, outputs, micro)
