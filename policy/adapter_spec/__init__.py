@@ -19,7 +19,8 @@ LORA_B = ".lora_b"
 MAGNITUDE = ".magnitude"
 """End the paths of the arrays of an adapter, after the path of the weight that they adapt."""
 FACTOR = ".factor"
-"""Ends the path of `Adapted.factor`, where a program computes it once for many calls."""
+"""Ends the path of DoRA's m / |W + scale B A| (`Adapted.factor`), where a program computes it once
+for many calls."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class AdaptedWeight:
     """An adapted weight of a decoder.
 
     path: of the weight. rank: of its factors. repeats: the repeats of its stack that have the
-    adapter, of the others both factors stay 0; None: all of them, or a weight outside of stacks.
+    adapter, while both factors of the others stay 0; None: all of them have it, or the weight is in
+    no stack.
     """
 
     path: str

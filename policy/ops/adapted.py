@@ -36,10 +36,10 @@ Product = Callable[[str, jax.Array, jax.Array], jax.Array]
 class Adapted:
     """A weight [G..., E..., F...] and its adapter.
 
-    base: the weight in any form that `linear` reads. a: [G..., E..., r]. b: [G..., r, F...]. Of
-    experts that share a factor, that one has no G. factor: m / |W + s B A| of DoRA, [G..., F...],
-    by which the outputs are multiplied; None without. scale: s. dims: the dimensions of `base`; all
-    others are G.
+    base: the weight in any form that `linear` reads. a: [G..., E..., r]. b: [G..., r, F...]. One of
+    the two that all experts share has no G. factor: m / |W + s B A| of DoRA, [G..., F...], by which
+    the outputs are multiplied; None without DoRA. scale: s. dims: the dimensions E and F of `base`;
+    all others are G.
     """
 
     base: Any
@@ -63,8 +63,8 @@ class Adapted:
         """Returns the adapters of the matrices with these numbers, over `base` as it is. There is
         one dimension G in front."""
 
-        def chosen(factor: jax.Array | None, ndim: int) -> jax.Array | None:
-            return factor if factor is None or factor.ndim < ndim else factor[at_M]
+        def chosen(array: jax.Array | None, ndim: int) -> jax.Array | None:
+            return array if array is None or array.ndim < ndim else array[at_M]
 
         E = len(self.dims.rows)
         F = len(self.dims.columns)

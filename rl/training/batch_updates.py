@@ -83,8 +83,9 @@ def step_of(table: MediaTable | None, micro: Batch, dropout_rate: float = 0.0) -
 def by_micro_batch(
     program: Callable, batch: Batch, packing: Packing, R: int, layout: Layout
 ) -> tuple[np.ndarray, ...]:
-    """Runs `program(micro)` on R packed rows of the batch at a time, with what a forward pass
-    reads. Returns arrays [N, T] on the host."""
+    """Runs `program(micro)`, which returns a tuple of arrays [R, T, ...], on R packed rows of the
+    batch at a time, with what a forward pass reads. Returns these arrays as [N, T, ...] on the
+    host."""
     packed = packing.inputs(batch)
     outputs = []
     for i in range(0, packing.filled_rows, R):
