@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -217,10 +218,11 @@ def _load(arguments: argparse.Namespace) -> _Served:
         )
     except ValueError as error:
         raise ConfigError(f"--max-length: {error}") from None
-    generator.compile_ahead(max_length, [source.params])
     name = arguments.name or Path(arguments.model).resolve().name
     if adapters and name in adapters.names:
         raise ConfigError(f"--adapter {name}=...: the model itself has this name; see --name")
+    print(f"{name}: compiling, which takes minutes the first time", file=sys.stderr, flush=True)
+    generator.compile_ahead(max_length, [source.params])
     return _Served(name, tokenizer, generator, source.params.stop_token_ids, processors)
 
 
