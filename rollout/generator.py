@@ -33,7 +33,7 @@ from rollout.text.chat import render_prompt
 from rollout.text.interface import Tokenizer
 from rollout.text.spelling import decode_after
 from rollout.text.tokenizer import bad_word_tokens, first_stop
-from rollout.token_scores import Text, TokenScorer
+from rollout.token_scores import ScoredText, TokenScorer
 from rollout.types import Completion, GeneratorOptions, SamplingParams
 
 
@@ -367,7 +367,7 @@ class Generator:
         for (adapter, k), group in unscored.items():
             keys = [request.shared_keys(len(request.prompt)) for request in group]
             texts = {
-                key: Text(request.prompt, request.media)
+                key: ScoredText(request.prompt, request.media)
                 for key, request in zip(keys, group, strict=True)
             }
             weights = self._params_of(adapter)
@@ -386,7 +386,7 @@ class Generator:
         asked = [k for k in (params.top_logprobs, params.prompt_logprobs) if k is not None]
         if not asked:
             return
-        text = Text((*request.prompt, *request.tokens), request.media)
+        text = ScoredText((*request.prompt, *request.tokens), request.media)
         weights = self._params_of(request.adapter)
         [scores] = self._token_scorer.score(weights, [text], max(asked))
         start = len(request.prompt)

@@ -33,7 +33,7 @@ ROWS = (1, 4, 16)
 """Numbers of rows of programs."""
 
 
-class Text(NamedTuple):
+class ScoredText(NamedTuple):
     """Tokens that are scored, with the pictures and sounds among them."""
 
     tokens: Sequence[int]
@@ -49,7 +49,9 @@ class TokenScorer:
         self._max_length = max_length
         self._program = CompiledCache(jax.jit(self._scores), graph.layout.platform)
 
-    def score(self, params: dict[str, Any], texts: Sequence[Text], k: int) -> list[TokenScores]:
+    def score(
+        self, params: dict[str, Any], texts: Sequence[ScoredText], k: int
+    ) -> list[TokenScores]:
         """Returns the scores of each text, with its k likeliest tokens in each place, from these
         weights."""
         results: list[TokenScores] = []
@@ -69,10 +71,10 @@ class TokenScorer:
             L *= 2
         return min(L, max(self._max_length, SHORTEST))
 
-    def _groups(self, texts: Sequence[Text]) -> list[list[Text]]:
+    def _groups(self, texts: Sequence[ScoredText]) -> list[list[ScoredText]]:
         """Returns neighbouring texts that one call scores: of one length of a row and with one
         table of pictures."""
-        groups: list[list[Text]] = []
+        groups: list[list[ScoredText]] = []
         last = None
         for text in texts:
             L = self._length(len(text.tokens))
@@ -83,7 +85,9 @@ class TokenScorer:
             last = kind
         return groups
 
-    def _inputs(self, group: list[Text], L: int) -> tuple[np.ndarray, np.ndarray, Media | None]:
+    def _inputs(
+        self, group: list[ScoredText], L: int
+    ) -> tuple[np.ndarray, np.ndarray, Media | None]:
         """Returns (tokens int32[R, L], lengths int32[R], pictures and sounds)."""
         shards = self._graph.layout.num_row_shards
         R = -(-min(rows for rows in ROWS if rows >= len(group)) // shards) * shards
@@ -100,7 +104,7 @@ class TokenScorer:
         return np.where(media.index >= 0, 0, tokens_RL), lengths_R, media
 
     @staticmethod
-    def _of_row(top: TopTokens, row: int, text: Text, k: int) -> TokenScores:
+    def _of_row(top: TopTokens, row: int, text: ScoredText, k: int) -> TokenScores:
         n = len(text.tokens)
         logprobs = np.array(top.target)[row, :n]
         ids = np.array(top.ids)[row, :n, :k]

@@ -27,7 +27,7 @@ from rewards.text import quoted
 from rl.errors import ConfigError, DataError, ResourceError, disk_room
 from rl.evaluation.files import PROBLEMS, RESULTS
 from rl.evaluation.prepare import PreparedTask
-from rl.evaluation.results import Recorded, TaskResult
+from rl.evaluation.results import RecordedSamples, TaskResult
 from rl.records import samples
 from rl.records.events import EventLog
 from rl.records.run_files import EVENTS, SAMPLES
@@ -146,7 +146,7 @@ class EvaluationFolder:
 
     def finish(self, task: PreparedTask) -> TaskResult:
         """Computes the results of a task from its samples, and writes them."""
-        result = TaskResult.of(task, Recorded.read(task, self._records()))
+        result = TaskResult.of(task, RecordedSamples.read(task, self._records()))
         if not self.complete(task.name):
             self._log.step(task.name, 0, result.metrics())
         if not self._log.sync():

@@ -25,7 +25,7 @@ _MOST_VALUES = 64
 
 
 @dataclass
-class Recorded:
+class RecordedSamples:
     """What was recorded of the samples of a task.
 
     rewards: score -> float[P, G], NaN without a score. truncated: bool[P, G]. lengths: int[P, G],
@@ -38,7 +38,7 @@ class Recorded:
     texts: list[list[str]]
 
     @classmethod
-    def read(cls, task: PreparedTask, records: Iterable[SampleRecord]) -> Recorded:
+    def read(cls, task: PreparedTask, records: Iterable[SampleRecord]) -> RecordedSamples:
         """Takes the samples of a task from the records of its folder."""
         shape = len(task.problems), task.params.n
         votes = bool(task.task.maj)
@@ -82,7 +82,9 @@ class ScoreResult:
     weights: Sequence[float] | None = None
 
     @classmethod
-    def of(cls, name: str, score: Score, task: PreparedTask, recorded: Recorded) -> ScoreResult:
+    def of(
+        cls, name: str, score: Score, task: PreparedTask, recorded: RecordedSamples
+    ) -> ScoreResult:
         """Computes the numbers of a score from what was recorded."""
         rewards_PG = recorded.rewards[name]
         known_PG = np.isfinite(rewards_PG)
@@ -130,7 +132,7 @@ class TaskResult:
     scores: tuple[ScoreResult, ...]
 
     @classmethod
-    def of(cls, task: PreparedTask, recorded: Recorded) -> TaskResult:
+    def of(cls, task: PreparedTask, recorded: RecordedSamples) -> TaskResult:
         """Computes the results of a task from what was recorded."""
         scores = task.task.scores.items()
         return cls(
@@ -194,7 +196,7 @@ class TaskResult:
 
 
 def _majorities(
-    score: Score, task: PreparedTask, right_PG: np.ndarray, recorded: Recorded
+    score: Score, task: PreparedTask, right_PG: np.ndarray, recorded: RecordedSamples
 ) -> dict[int, Estimate]:
     """Returns maj@k of a score; none of a score whose reward tells no answers."""
     answer = registry.answer_of(score.reward, score.options) if task.task.maj else None

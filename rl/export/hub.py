@@ -16,7 +16,7 @@ _OWN = {".gitattributes"}  # what the hub puts into a new repository
 
 
 @dataclass(frozen=True)
-class Target:
+class HubRepository:
     """A repository of the hub, `org/name`. private: a new one is seen by its owners alone. force: one
     that has files gets a commit with those of the export."""
 
@@ -25,7 +25,7 @@ class Target:
     force: bool = False
 
 
-def check(target: Target) -> None:
+def check(target: HubRepository) -> None:
     """Raises ConfigError for a name that is none, without a login, and for a repository that has
     files."""
     import huggingface_hub
@@ -52,7 +52,7 @@ def check(target: Target) -> None:
         )
 
 
-def push(target: Target, directory: Path) -> str:
+def push(target: HubRepository, directory: Path) -> str:
     """Uploads the files of a directory in one commit and returns the address of the repository.
     Raises ResourceError if the hub does not take them; the directory stays."""
     import huggingface_hub

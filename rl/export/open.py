@@ -16,7 +16,7 @@ from rl.export import of_directory
 from rl.export.of_directory import BaseFormat, ExportedDirectory
 from rl.export.request import ExportRequest
 from rl.run import load
-from rl.stages.export.card import Place
+from rl.stages.export.card import StageStep
 from rl.stages.export.exportable import Exportable
 from rl.stages.export.of_run import ExportedRun
 
@@ -86,7 +86,7 @@ def _checkpoint(request: ExportRequest, run: Path) -> Opened:
     exported.chosen = _forms(request, has_adapter(model.params), config)
     read = weights.checkpoint
     assert read is not None  # the weights were loaded
-    exported.place = Place(config.stage_names[read.stage], read.step)
+    exported.place = StageStep(config.stage_names[read.stage], read.step)
     return Opened(exported, run, f"{run} after step {read.step} of {exported.place.stage}")
 
 

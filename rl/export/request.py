@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rl.export.hub import Target
+from rl.export.hub import HubRepository
 
 Dtype = Literal["float32", "bfloat16"]
 Form = Literal["adapter", "merged"]
@@ -31,4 +31,4 @@ class ExportRequest:
     form: Form | None = None
     gguf: GgufType | None = None
     force: bool = False
-    push: Target | None = None
+    push: HubRepository | None = None

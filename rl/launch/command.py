@@ -17,9 +17,9 @@ from rl.launch.configuration import LaunchedConfig, launched_config
 from rl.launch.containers import FILES
 from rl.launch.job import (
     RUN_FILE,
+    CloudNames,
     Job,
     Launched,
-    Places,
     Secret,
     bucket_name,
     job_name,
@@ -99,7 +99,7 @@ def _job(arguments: argparse.Namespace, machines: Machines, files: list[str]) ->
         schemes=frozenset(),
         folder=str(Path.cwd()),
         directory=str(arguments.output.absolute()),
-        places=Places(
+        places=CloudNames(
             project=arguments.project,
             zone=arguments.zone,
             cluster=arguments.cluster,

@@ -61,7 +61,7 @@ class Secret:
 
 
 @dataclass(frozen=True)
-class Places:
+class CloudNames:
     """Where the run goes: names of the cloud's own, None where the command asks for them."""
 
     project: str | None = None
@@ -102,7 +102,7 @@ class Job:
     schemes: frozenset[str]
     folder: str
     directory: str
-    places: Places = field(default_factory=Places)
+    places: CloudNames = field(default_factory=CloudNames)
 
     @property
     def tag(self) -> str:

@@ -66,14 +66,14 @@ def problem_of(url: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Place:
+class RemotePath:
     """What a URL names: a path in a file system, which keeps no cache of listings."""
 
     files: AbstractFileSystem
     path: str
 
 
-def place_of(url: str) -> Place:
+def place_of(url: str) -> RemotePath:
     """Returns the file system of a URL and the path in it.
 
     Raises ConfigError if the URL is wrong or its client is not installed or has no credentials.
@@ -91,7 +91,7 @@ def place_of(url: str) -> Place:
     except Exception as error:  # clients raise errors of their own, for missing credentials too
         hint = f" (credentials: {CREDENTIALS[scheme]})" if scheme in CREDENTIALS else ""
         raise ConfigError(f"{url}: {type(error).__name__}: {error}{hint}") from None
-    return Place(made, str(path).rstrip("/"))
+    return RemotePath(made, str(path).rstrip("/"))
 
 
 def _made(kind: type[AbstractFileSystem]) -> AbstractFileSystem:

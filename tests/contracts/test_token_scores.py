@@ -13,7 +13,7 @@ import policy
 from policy import families
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.request import Request
-from rollout.token_scores import Text, TokenScorer
+from rollout.token_scores import ScoredText, TokenScorer
 
 pytestmark = pytest.mark.xdist_group("token_scores")
 
@@ -203,7 +203,7 @@ def test_the_samples_of_a_prompt_are_scored_once(monkeypatch):
 
 def test_prompts_of_many_lengths_are_scored_in_few_calls():
     rng = np.random.default_rng(0)
-    texts = [Text(rng.integers(0, VOCAB, n).tolist()) for n in (1, 31, 32, 33, 64, 2, 3)]
+    texts = [ScoredText(rng.integers(0, VOCAB, n).tolist()) for n in (1, 31, 32, 33, 64, 2, 3)]
     scorer = TokenScorer(model().graph, 64)
     results = scorer.score(model().params, texts, 2)
     assert scorer._program.number == 2

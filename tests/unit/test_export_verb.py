@@ -24,7 +24,7 @@ from policy.huggingface.peft.targets import resolved
 from rl.commands import cli
 from rl.config.run import RunConfig
 from rl.stages.export import card
-from rl.stages.export.card import Origin, Place
+from rl.stages.export.card import Origin, StageStep
 from rollout.text.tokenizer import load_tokenizer
 
 ROWS = [[5, 6, 7, 8], [9, 10, 11]]
@@ -296,7 +296,7 @@ def test_a_card_says_data_evaluations_and_configuration(tmp_path):
             "stages": [{"algorithm": "sft", "steps": 4}, {"algorithm": "grpo", "steps": 4}],
         }
     )
-    origin = Origin("run", "org/base", source, run, config, Place("grpo", 3))
+    origin = Origin("run", "org/base", source, run, config, StageStep("grpo", 3))
     card.write(out, origin, "Weights.", "transformers")
     text = (out / "README.md").read_text()
     front = yaml.safe_load(text.split("---")[1])

@@ -98,14 +98,14 @@ def run(arguments: argparse.Namespace) -> None:
     environment.use_program_cache(environment.default_program_cache())
     environment.leave_torch_out()
     from rl.errors import ConfigError
-    from rl.export.hub import Target
+    from rl.export.hub import HubRepository
     from rl.export.request import ExportRequest
     from rl.export.write import export
     from rl.run.health import devices
 
     if arguments.private and not arguments.push:
         raise ConfigError("--private: says how --push ORG/NAME makes the repository; give both")
-    push = arguments.push and Target(arguments.push, arguments.private, arguments.force)
+    push = arguments.push and HubRepository(arguments.push, arguments.private, arguments.force)
     devices.check(arguments.platform)
     print(
         export(

@@ -34,7 +34,7 @@ _FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Place:
+class StageStep:
     """A step of a stage of a run."""
 
     stage: str
@@ -56,7 +56,7 @@ class Origin:
     source: Path | None
     run: Path | None = None
     config: RunConfig | None = None
-    place: Place | None = None
+    place: StageStep | None = None
 
 
 def write(directory: Path, origin: Origin, sentence: str, library: str) -> None:

@@ -19,7 +19,7 @@ from rl.data.tokenizer import write_tokenizer
 from rl.errors import ModelError
 from rl.stages.export import generation, prompts
 from rl.stages.export.base import FOLDER, directory_of, is_trained
-from rl.stages.export.card import Origin, Place
+from rl.stages.export.card import Origin, StageStep
 from rl.stages.export.exportable import AdapterBase, Exportable
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ExportedRun(Exportable):
     show: Callable[[str], None]
     media: bool
     chosen: ExportOptions | None = None
-    place: Place | None = None
+    place: StageStep | None = None
 
     @classmethod
     def of(cls, context: Context) -> ExportedRun:
