@@ -25,8 +25,8 @@ def loopback(host: str) -> bool:
 def names_server(header: str, host: str) -> bool:
     """Tells whether a Host header names a server that listens on `host`.
 
-    A server on all addresses takes any address and the names of this machine, for an attack by DNS
-    needs another name.
+    A server on all addresses takes any IP address and the names of this machine: DNS rebinding needs
+    another name.
     """
     name = header.rpartition(":")[0] if header.rpartition(":")[2].isdecimal() else header
     name = name.strip("[]").lower()

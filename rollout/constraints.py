@@ -4,8 +4,8 @@ JSON schema or a grammar.
 llguidance parses the grammar and computes the masks on the host, so a decode with a constrained row
 makes one decoding step. The extra `constraints` installs it.
 
-V vocabulary, W = ceil(V / 32) words of a mask: bit t % 32 of word t // 32 is set if token t may come
-next.
+V vocabulary, W = ceil(V / 32) words of a mask: bit t % 32 of word t // 32 is set if token t may
+come next.
 """
 
 from __future__ import annotations
@@ -22,10 +22,8 @@ from rollout.text.interface import Tokenizer
 from rollout.types import Constraint
 
 _LOG = logging.getLogger("duet.generator")
-# Grammars that are kept ready for requests with equal constraints.
 KEPT_GRAMMARS = 64
-
-
+"""Compiled grammars that are kept for requests with equal constraints."""
 _SPACES = {"whitespace_pattern": r"\n?[ \t]{0,16}"}
 
 

@@ -204,8 +204,8 @@ class SamplingParams:
     """Parameters of one call: how many completions, how long, and how their tokens are drawn.
 
     The logits of a token become its probability in this order (docs/generator.md): logit_bias,
-    constraint, bad_words and min_tokens, repetition_penalty, frequency_penalty, presence_penalty, temperature,
-    top_k, top_p, min_p. Raises ValueError for values out of range.
+    constraint, bad_words and min_tokens, repetition_penalty, frequency_penalty, presence_penalty,
+    temperature, top_k, top_p, min_p. Raises ValueError for values out of range.
     """
 
     n: int = option(1, ge=1, description="Completions per prompt (num_generations).")

@@ -1,4 +1,5 @@
-"""Adds the arguments that `rl generate`, `rl chat` and `rl eval` share, and loads their model."""
+"""Adds the arguments that `rl generate`, `rl chat`, `rl eval` and `rl serve` share, and loads their
+model."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from rewards.suggest import nearest
 from rl.serve.errors import ApiError, invalid
 
-# A body that is too large is read up to so many times the limit and dropped: a client that is still
-# sending when the connection is closed does not see the answer.
+# Of a body that is too large, so many times the limit is read and dropped before the answer: a
+# client that is still sending when the connection is closed does not see the answer.
 _READ = 8
 _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 
@@ -86,8 +86,8 @@ class _Problem:
 
 
 def _first_error(error: ValidationError, body: dict[str, Any]) -> ApiError:
-    """Returns the first wrong field as an answer. Of the types that a field may have, the one that
-    fits best says what is wrong."""
+    """Returns the first wrong field as an answer. A field of several types has an error for each;
+    those that lie deepest inside of it are named."""
     details = error.errors(include_url=False, include_input=False)
     first = [each for each in details if each["loc"][:1] == details[0]["loc"][:1]]
     problems = [_problem(each, body) for each in first]
@@ -122,7 +122,8 @@ async def read_json(request: Request, most: int) -> dict[str, Any]:
     """Returns the object in the body of a request.
 
     Raises ApiError: 413 for more than `most` bytes, 400 for anything but an object of JSON, for
-    NaN and infinite numbers, and for texts that have no UTF-8.
+    the words NaN and Infinity, and for texts that have no UTF-8. A number too large for a float
+    (1e999) is read as infinite.
     """
     content = bytearray()
     size = 0

@@ -40,7 +40,8 @@ class NewTokens:
 
 
 class Job:
-    """The requests of one HTTP request, which start together. `updates` yields their tokens.
+    """The requests to the engine (completions) of one HTTP request, which start together. `updates`
+    yields their tokens.
 
     The thread calls `collect`; all else belongs to the event loop that made the job.
     """
@@ -93,7 +94,8 @@ class Job:
         return NewTokens(index, tokens, request.finish, scores, prompt_scores)
 
     def _verified(self, request: Request) -> int:
-        """Returns how many tokens of a running request stay as they are, with their scores."""
+        """Returns how many tokens of a running request stay as they are, with their scores. Under
+        `exact` scores are there only at the end, so a request for them shows no token before."""
         if not self._exact:
             return len(request.tokens)
         asks = (request.params.top_logprobs, request.params.prompt_logprobs) != (None, None)

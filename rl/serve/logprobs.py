@@ -83,8 +83,8 @@ def chat_logprobs(
 class LegacyLogprobs:
     """The log-probabilities of a text of `/v1/completions`, token by token.
 
-    In a dict of the likeliest tokens a text that two tokens have belongs to the likelier one; the
-    other has the name `token_id:ID`. The token itself is always there.
+    The likeliest tokens are a dict by text. Where two tokens have the same text, the likelier one
+    has it as its key, and the other has `token_id:ID`. The token that was drawn is always there.
     """
 
     spelling: TokenSpelling

@@ -16,7 +16,8 @@ from rollout.media.reference import Reference, refer
 
 
 def picture_of(url: str, place: str) -> Reference:
-    """Returns the picture of a data URL. place: the field that has it.
+    """Returns the picture of a data URL. place: the field that has it. The type in the URL is not
+    read; the content tells the format.
 
     Raises ApiError for any other address: the server reads no files and no other servers for a
     client.

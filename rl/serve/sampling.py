@@ -17,7 +17,7 @@ from rollout.constraints import with_few_spaces
 from rollout.types import Constraint, SamplingParams
 
 PROMPT_IDS = 2**31
-"""Numbers that a prompt can have in the draws of the generator."""
+"""Prompt ids of the generator: 0 to PROMPT_IDS - 1."""
 MOST_STOPS = 16
 """Most stop strings of a request, and most stop tokens besides those of the model."""
 StopString = Annotated[str, Field(min_length=1)]
@@ -205,8 +205,8 @@ def check_tokens(name: str, tokens: Iterable[int], vocab_size: int) -> None:
 
 
 def draw_number(seed: int | None) -> int:
-    """Returns the prompt id that the draws of a request are seeded with: the seed itself if it is
-    one of the generator, a hash of any other number, and a random number without a seed."""
+    """Returns the prompt id that seeds the draws of a request: the seed itself if it is a prompt
+    id, a hash of any other number, and a random prompt id without a seed."""
     if seed is None:
         return secrets.randbelow(PROMPT_IDS)
     if 0 <= seed < PROMPT_IDS:

@@ -33,8 +33,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What a server accepts. queue: completions that wait for a slot. samples: of a prompt. body:
-    bytes of a request. drain: seconds that requests have to end after SIGTERM."""
+    """What a server accepts.
+
+    queue: most completions that wait for a slot. samples: most of a prompt. body: most bytes of a
+    request. drain: seconds that requests have to end after SIGTERM.
+    """
 
     queue: int = 256
     samples: int = 16
@@ -188,9 +191,13 @@ class Service:
         model: str | None = None,
         special: bool = False,
     ) -> Generation:
-        """Returns the completions of prompts, `params.n` of each, before they start. draw: the
-        number that their draws are seeded with. model: the name that the client gives. special:
-        special tokens are a part of the texts. Raises ApiError if the queue is full."""
+        """Returns the completions of prompts, `params.n` of each, before they start.
+
+        draw: the prompt id of all prompts (`draw_number`), so equal prompts have equal completions.
+        model: the name that the client gives. special: special tokens are a part of the texts.
+
+        Raises ApiError if the queue is full.
+        """
         count = len(prompts) * params.n
         if count > self._slots + self.limits.queue:
             most = self._slots + self.limits.queue

@@ -168,8 +168,8 @@ def response_template(tokenizer: Tokenizer) -> ResponseTemplate | None:
 
 
 def splitter(template: ResponseTemplate) -> dict[str, Any]:
-    """Returns a response template that gives the text of each call with what its marks captured,
-    and so never fails."""
+    """Returns a response template under which a call is its text, with what the groups of its marks
+    captured. It parses no call, so a call that is no JSON does not make the parser raise."""
     split = deepcopy(dict(template))
     if "tool_calls" in split["fields"]:
         calls = split["fields"]["tool_calls"]

@@ -1,4 +1,5 @@
-"""`/v1/models`: the model that is served and its adapters, with the fields of OpenAI and of Anthropic."""
+"""`/v1/models`: the model that is served and its adapters, with the fields of OpenAI and of
+Anthropic."""
 
 from __future__ import annotations
 

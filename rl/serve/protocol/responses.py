@@ -1,4 +1,5 @@
-"""`/v1/responses`: OpenAI's Responses API, without state. Each request has its full conversation."""
+"""`/v1/responses`: OpenAI's Responses API, without state: each request has its full
+conversation."""
 
 from __future__ import annotations
 

@@ -116,6 +116,9 @@ class Reply:
         return new
 
     def _said(self, part: ReplyText | Call) -> Said:
+        """Returns a piece of a reply as a part of the answer. A call of an unknown tool or with
+        wrong arguments is a call, which the client refuses. What cannot be read, or names no tool,
+        is content."""
         if isinstance(part, ReplyText):
             return Said(reasoning=part.text) if part.reasoning else Said(content=part.text)
         if part.status in ("not_json", "unclosed", "no_name") or part.name is None:
