@@ -33,8 +33,8 @@ def wilson(share: np.ndarray, problems: np.ndarray | float) -> tuple[np.ndarray,
     """Returns the lower and upper bound of the 95% interval of a share measured on `problems`
     problems (Wilson).
 
-    It is exact enough near 0 and 1. For pass@k, a mean of numbers in 0..1, it is an upper bound of
-    the width.
+    It stays within 0..1 and has a width at 0 and 1 too. For a mean of other numbers in 0..1, such
+    as pass@k, it is wider than needed: none vary more than numbers that are 0 or 1.
     """
     n = np.maximum(np.asarray(problems, float), 1)
     middle = (share + Z * Z / (2 * n)) / (1 + Z * Z / n)
@@ -51,8 +51,8 @@ def mean(values_P: Values, weights_P: Values | None = None) -> Estimate | None:
 
     A value that is NaN is left out. weights_P: how often each problem counts, for instance by its
     instructions; None: once. Where each value is 0 or 1 and counts once, or all are equal, the
-    interval is Wilson's. Else it is 1.96 standard errors over problems wide on each side, for a
-    weighted mean those of a ratio of sums.
+    interval is Wilson's. Else it is 1.96 standard errors over problems on each side; a weighted
+    mean is a ratio of two sums, and its standard error is the usual one of a ratio.
     """
     values = np.asarray(values_P, float)
     weights = np.ones(len(values)) if weights_P is None else np.asarray(weights_P, float)
@@ -142,7 +142,8 @@ def paired_difference(
     without a problem that both have.
 
     The interval is 1.96 standard errors of the differences on each side. Where all differences are
-    equal it is what n problems without another difference allow with a chance of 2.5% on each side.
+    equal, so that the standard error is 0, each side is the largest share of problems with another
+    difference of which n problems show none with a chance of 2.5%.
     """
     differences = np.asarray(after_P, float) - np.asarray(before_P, float)
     weights = np.ones(len(differences)) if weights_P is None else np.asarray(weights_P, float)

@@ -1,5 +1,5 @@
-"""Reads a written directory back and compares its log-probabilities with those of the model that was
-written."""
+"""Reads a written directory back and compares its log-probabilities with those of the model that
+was written."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOLERANCE = 1e-4
 SHORTEST = 64
 """Tokens of a row of the program that is compiled, at least."""
 Rows = Sequence[Sequence[int]]
-"""Token ids of a few sequences, of at least two tokens each."""
+"""Token ids of the sequences that are compared, of at least two tokens each."""
 
 
 class NotReloaded(ValueError):
@@ -67,8 +67,8 @@ class _Batch:
 
 
 class WeightsOnHost(Mapping[str, np.ndarray]):
-    """The weights of a graph, each brought to the host when it is asked for; of quantised ones their
-    floats."""
+    """The weights of a graph, each brought to the host when it is asked for; of quantised ones
+    their floats."""
 
     def __init__(self, graph: Graph, params: Mapping[str, Any]):
         self._graph = graph
@@ -123,9 +123,10 @@ def check_classifier(written: Classifier, directory: str | os.PathLike, rows: Ro
 def check_gguf(written: Model, file: Path, kind: GgufType, rows: Rows) -> Proof:
     """Reads a GGUF file and compares it with the model that was written to it.
 
-    Every tensor must be the one that was written in the type of the file, and the configuration that
-    of the model. Returns the largest difference between the log-probabilities of the model and of
-    the file, which the type makes. Raises NotReloaded.
+    Every tensor must be the one that was written, in the type of the file. Returns the largest
+    difference between the log-probabilities of the model and of the file, which may be of any size:
+    the type makes it. That the metadata describe the decoder was checked before the file was
+    written. Raises NotReloaded.
     """
     source = _of_floats(_in_float32(written.graph))
     stored = opened(file).tensors

@@ -44,10 +44,9 @@ _LEADING = re.compile(r"^[\s*_(\[]*([A-Z])[).:\]]")
 def choice(text: str, form: str = "any") -> str | None:
     """Returns the letter of the option that a text chooses, or None.
 
-    form: "answer is (X)" reads these words alone, with or without the brackets. "any" reads the
-    last of them, of "Answer: X" and of "the correct option is X"; else the last box; else a line
-    that is a letter alone, the last one; else the letter of an option before everything else, as in
-    "B) 12".
+    form: "answer is (X)" reads only these words, with or without the brackets. "any" tries in this
+    order: the last "answer is X", "Answer: X" or "the correct option is X"; the last box; the last
+    line that is a letter alone; a letter with a bracket or a full stop at the start, as in "B) 12".
     """
     if form == "answer is (X)":
         matches = _STRICT.findall(text)

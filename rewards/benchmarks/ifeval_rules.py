@@ -151,6 +151,8 @@ def _forbidden(text: str, given: Mapping[str, Any]) -> bool:
 
 @_rule("keywords:letter_frequency")
 def _letters(text: str, given: Mapping[str, Any]) -> bool:
+    """A sign that is no letter, as #, is counted too; the published check draws a random letter in
+    its place."""
     count = Counter(text.lower())[given["letter"].strip().lower()]
     return _compared(count, given["let_relation"], given["let_frequency"])
 

@@ -113,8 +113,9 @@ class EvaluationFolder:
         return "scores" in self._entries.get(name, {})
 
     def done(self) -> dict[str, set[int]]:
-        """Returns the numbers of the problems of each task that are complete, after removing lines
-        of others at the end of the files. Raises DataError for damaged files."""
+        """Returns the numbers of the complete problems of each task, those with all of their
+        samples. Removes the lines of an incomplete problem at the end of the files. Raises
+        DataError for damaged files."""
         counts: Counter[tuple[str, int]] = Counter()
         try:
             for record in samples.read(self.path):

@@ -81,7 +81,8 @@ def measure(
     waiting: deque[tuple[Group, Handle]] = deque()
 
     def write(count: int) -> None:
-        """Writes the first groups whose scores are complete, and waits for the first `count`."""
+        """Waits for the scores of the first `count` groups and writes these, then the groups
+        after them until the first whose scores are not complete."""
         while waiting and (count > 0 or waiting[0][1].done()):
             group, handle = waiting.popleft()
             with reward_errors():

@@ -23,8 +23,8 @@ def identity(name: str, directory: Path, checkpoint: str | None, dtype: str) -> 
 
 
 def fingerprint(directory: Path) -> str:
-    """Returns a text that differs for directories (or GGUF files) with other weights or another
-    configuration, by the sizes of their files and blocks of these."""
+    """Returns a text that tells directories (or GGUF files) apart by the names and sizes of the
+    files with weights and configurations, and by evenly spread blocks of their content."""
     digest = hashlib.sha256()
     for file in [directory] if directory.is_file() else sorted(directory.glob("*")):
         if file.suffix in (".safetensors", ".gguf") or file.name.endswith("config.json"):

@@ -158,8 +158,10 @@ def as_messages(
 
 
 def key_of(example: Example) -> str:
-    """Returns a text that is equal for the same question, with its pictures and sounds, and the same
-    answer, whatever stands before it."""
+    """Returns a text that is equal for problems with the same prompt, pictures, sounds and answer.
+
+    Of messages the last one counts as the prompt. Of a text all of it does, with its shots.
+    """
     prompt = example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]
     media = [reference.digest for reference in example.references]
     value = [prompt, example.columns.get("answer"), media]

@@ -32,9 +32,9 @@ def check(exported: Exportable) -> None:
 
 
 def write(exported: Exportable, directory: Path, kind: GgufType, name: str) -> list[Proof]:
-    """Writes NAME-KIND.gguf: the weights, with an adapter merged into them, and the tokenizer. Reads
-    the file back. Raises ConfigError for a tokenizer that GGUF does not know, ModelError for a file
-    that is not what was written."""
+    """Writes NAME-KIND.gguf: the weights, with an adapter merged into them, and the tokenizer.
+    Reads the file back. Raises ConfigError for a tokenizer that GGUF does not know, ModelError for
+    a file that is not what was written."""
     from policy.huggingface.gguf import writer
 
     model = exported.model

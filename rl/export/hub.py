@@ -17,8 +17,8 @@ _OWN = {".gitattributes"}  # what the hub puts into a new repository
 
 @dataclass(frozen=True)
 class HubRepository:
-    """A repository of the hub, `org/name`. private: a new one is seen by its owners alone. force: one
-    that has files gets a commit with those of the export."""
+    """A repository of the hub, `org/name`. private: a new one is seen by its owners alone. force:
+    one that has files gets a commit with those of the export."""
 
     name: str
     private: bool = False

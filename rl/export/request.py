@@ -17,11 +17,12 @@ GgufType = Literal["f16", "q8_0"]
 class ExportRequest:
     """An export to write.
 
-    source: the folder of a run, the directory of a model, or a model on the hub. step: of a run, the
-    checkpoint `[STAGE:]N`; None: its final weights, or the newest checkpoint of a run that has not
-    ended. dtype: None: that of the source. form: of a model with an adapter; None: as the run's
-    `export` says, else the adapter. gguf: a GGUF file is written, with matrices in this type. force:
-    an export in `directory` is replaced. push: the repository that gets the files.
+    source: the folder of a run, the directory of a model, or a model on the hub. step: of a run,
+    the checkpoint `[STAGE:]N`; None: its final weights, or the newest checkpoint of a run that has
+    not ended. dtype: None: that of the source. form: of a model with an adapter; None: as the run's
+    `export` says, else the adapter. gguf: a GGUF file is written, with matrices in this type, and
+    an adapter is merged whatever `form` says. force: an export in `directory` is replaced. push:
+    the repository that gets the files.
     """
 
     source: str

@@ -37,9 +37,10 @@ class Architecture:
     """An architecture of GGUF.
 
     name: in files. model_type: of config.json. keys: numbers of the configuration. constants: keys
-    of config.json that follow from the architecture. permuted: whether the rows of q and k are
-    stored for rotations of neighbouring numbers. offset: what is added to the weights of norms.
-    rotary: the key of config.json for the rotated share of a head, if a file may say it.
+    of config.json that follow from the architecture. permuted: whether files have the rows of the
+    q and k projections in another order than Hugging Face (`permuted_rows`). offset: what files
+    add to the weights of norms. rotary: the key of config.json for the rotated share of a head;
+    None: all of it is rotated.
     """
 
     name: str
@@ -89,7 +90,7 @@ def known() -> str:
 
 
 def of_model_type(model_type: str) -> Architecture:
-    """Returns the architecture that files of a model type have. Raises ModelFileError for others."""
+    """Returns the architecture of the files of a model type. Raises ModelFileError for others."""
     name = _SAME_AS.get(model_type, model_type)
     for each in ARCHITECTURES:
         if each.model_type == name:

@@ -1,5 +1,5 @@
-"""A GGUF file as a model directory: config.json and the tokenizer in the forms of Hugging Face, next
-to a link to the file, whose weights are read where they are."""
+"""A GGUF file as a model directory: config.json and the tokenizer in the forms of Hugging Face,
+next to a link to the file, whose weights are read where they are."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _files(file: GgufFile) -> dict[str, str]:
 
 
 def _ids(fields: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the keys of config.json for ids of tokens, with those of GGUF."""
+    """Returns key of config.json -> key of GGUF, of the ids of tokens that a file has."""
     pairs = {"bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
     return {key: name for key, name in pairs.items() if name in fields}
 

@@ -42,8 +42,8 @@ def factor_of(rope: Mapping[str, Any]) -> float | None:
 
 
 def scaling(stored: np.ndarray, theta: float, head_dim: int) -> dict[str, Any] | None:
-    """Returns the `rope_scaling` of config.json for the factors of a file; None if all are 1. Raises
-    ModelFileError for factors of another kind."""
+    """Returns the `rope_scaling` of config.json for the factors of a file; None if all are 1.
+    Raises ModelFileError for factors of another kind."""
     factor = float(stored.max())
     if np.all(stored == 1):
         return None

@@ -74,9 +74,10 @@ _ID_KEYS = {
 class Vocabulary:
     """The fields of a tokenizer.
 
-    kind: "gpt2" or "llama". pre: name of the pre-tokenizer. tokens, types: by id. merges: pairs, the
-    first to be merged first. ids: of special tokens, by key of GGUF. adds_bos: whether every text
-    begins with the beginning of sequence. chat_template: of one model.
+    kind: "gpt2" or "llama". pre: name of the pre-tokenizer. tokens, types: by id. merges: pairs,
+    the first to be merged first. ids: of special tokens, by key of GGUF. adds_bos: whether every
+    text begins with the beginning of sequence. prefix_space: whether a space is put before every
+    text. chat_template: None: the model has none.
     """
 
     kind: str
@@ -129,8 +130,9 @@ def of_tokenizer(
     Args:
         tokenizer: the content of tokenizer.json.
         special: tokens by name (`bos_token`, ...), as tokenizer_config.json has them.
-        stops: ids that end a completion; the first is the end of sequence, the second the end of a
-            turn.
+        stops: ids that end a completion. The first is written as the end of sequence (eos), the
+            second as the end of a turn (eot), the third as the end of a message (eom); files have
+            no keys for more.
         chat_template: None: the model has none.
 
     Raises ModelFileError for a tokenizer of another kind.

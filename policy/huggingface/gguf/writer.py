@@ -38,9 +38,10 @@ _LARGEST = 65504.0  # of float16
 def write(path: Path, model: Model, kind: GgufType, vocabulary: Vocabulary, name: str) -> None:
     """Writes weights, configuration and tokenizer of a model to one file.
 
-    kind: the type of matrices whose rows it can cut; norms, biases and routers are float32. name: what
-    programs show. Raises ModelFileError for models that GGUF, or transformers' reader of it, does not
-    know, and for weights that float16 cannot hold.
+    kind: the type of matrices; norms, biases and routers are float32, and matrices whose rows
+    cannot be cut into blocks of q8_0 are float16. name: what programs show. Raises ModelFileError
+    for models that GGUF, or transformers' reader of it, does not know, and for weights that float16
+    cannot hold.
     """
     config = model.config
     hf = families.text_model(json.loads(config.hf))
@@ -126,7 +127,8 @@ class _Stored:
 
 
 def _stored(package: Any, name: str, array: np.ndarray, kind: GgufType) -> _Stored:
-    """Returns a tensor in its type. Raises ModelFileError for a number that float16 cannot hold."""
+    """Returns a tensor in the type of the file, or in the one that it needs instead. Raises
+    ModelFileError for a number that float16 cannot hold."""
     types = package.GGMLQuantizationType
     array = np.ascontiguousarray(array, np.float32)
     if array.ndim < 2 or any(part in name for part in _SMALL):

@@ -62,7 +62,8 @@ class Origin:
 def write(directory: Path, origin: Origin, sentence: str, library: str) -> None:
     """Writes the card and copies the licence.
 
-    sentence: says what the directory holds. library: reads the directory, `transformers`, `peft` or `gguf`.
+    sentence: says what the directory holds. library: what reads the directory, `transformers`,
+    `peft` or `gguf`.
     """
     parts = [_front_matter(origin, library), f"# {origin.title}", sentence]
     if origin.config is not None:

@@ -26,7 +26,7 @@ class AdapterBase:
 
 
 class Exportable(ABC):
-    """A model to export, with the texts of its directory.
+    """A model to export, with its texts: the files of its directory that hold no weights.
 
     model: may have an adapter. forms: which directories an adapter is written to.
     """
