@@ -45,8 +45,9 @@ def choice(text: str, form: str = "any") -> str | None:
     """Returns the letter of the option that a text chooses, or None.
 
     form: "answer is (X)" reads only these words, with or without the brackets. "any" tries in this
-    order: the last "answer is X", "Answer: X" or "the correct option is X"; the last box; the last
-    line that is a letter alone; a letter with a bracket or a full stop at the start, as in "B) 12".
+    order: the last "answer is X", "Answer: X" or "the correct option is X"; the last box, even if
+    it has no letter or several, which choose none; the last line that is a letter alone; a letter
+    at the start with a bracket, full stop or colon after it, as in "B) 12".
     """
     if form == "answer is (X)":
         matches = _STRICT.findall(text)

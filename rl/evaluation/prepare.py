@@ -85,7 +85,7 @@ def with_flags(task: Task, flags: EvalFlags) -> Task:
         if flags.temperature == 0:
             raise ConfigError(
                 f"--samples {samples} --temperature 0: all samples of a problem would be the same; "
-                "add --temperature 1"
+                "add --temperature 1, or --samples 1"
             )
         changed["temperature"] = 1.0
     for name in ("k", "maj"):
