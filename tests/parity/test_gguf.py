@@ -40,6 +40,7 @@ SMALL = {
 # Sizes that transformers' reader does not take from a file have their defaults.
 KINDS = {
     "llama": {},
+    "llama-biases": {"attention_bias": True},
     "llama-tied-theta": {"tie_word_embeddings": True, "rope_theta": 5e5},
     "mistral": {"sliding_window": None},
     "qwen2": {},
@@ -106,6 +107,8 @@ def test_transformers_reads_what_is_written(kind, tmp_path):
         gguf_file=file.name,
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.float32,
+        # the one key that transformers does not see in the tensors of a file
+        **{key: value for key, value in KINDS[kind].items() if key == "attention_bias"},
     ).eval()
     with torch.no_grad():
         before, after = reference(torch.tensor(PROMPT)).logits, read(torch.tensor(PROMPT)).logits
@@ -206,6 +209,26 @@ def test_what_a_file_cannot_say_is_refused(keys, message):
     hf = {**SMALL, "model_type": "llama", "head_dim": 16, **keys}
     with pytest.raises(ModelFileError, match=message):
         metadata.metadata(families.read(hf))
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "number", "kind"),
+    [
+        ({"model_type": "phi3"}, "phi3.attention.sliding_window", 0, "UINT32"),
+        (
+            {"model_type": "gemma2", "attn_logit_softcapping": 50, "sliding_window": 8},
+            "gemma2.attn_logit_softcapping",
+            50,
+            "FLOAT32",
+        ),
+    ],
+)
+def test_metadata_has_the_keys_and_types_that_llama_cpp_needs(keys, key, number, kind, tmp_path):
+    hf = {**SMALL, "head_dim": 16, "tie_word_embeddings": True, **keys}
+    file = tmp_path / "x.gguf"
+    writer.write(file, policy.create(families.read(hf)), "f16", fields(), "x")
+    field = opened(file).fields[key]
+    assert (field.contents(), field.types[-1].name) == (number, kind)
 
 
 LLAMA3 = {

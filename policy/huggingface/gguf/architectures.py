@@ -30,6 +30,12 @@ EXPERTS: Keys = (
     ("expert_feed_forward_length", "moe_intermediate_size"),
 )
 GEMMA: Keys = (("attention.sliding_window", "sliding_window"),)
+FLOATS = (
+    "attention.layer_norm_rms_epsilon",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+"""Keys of GGUF whose numbers are float32, also where config.json has an integer."""
 
 
 @dataclass(frozen=True)

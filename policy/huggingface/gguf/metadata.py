@@ -13,11 +13,12 @@ from policy import families
 from policy.config import DecoderConfig
 from policy.huggingface.file_error import ModelFileError
 from policy.huggingface.gguf import rope
-from policy.huggingface.gguf.architectures import Architecture, of_model_type
+from policy.huggingface.gguf.architectures import FLOATS, Architecture, of_model_type
 
 _ROPE = "rope.freq_base"
 _ROTATED = "rope.dimension_count"
 _VALUES = "attention.value_length"
+_WINDOW = "attention.sliding_window"
 _SCALING = "rope.scaling.type"
 # Keys of config.json that say nothing of what a decoder computes.
 _OTHER = (
@@ -42,6 +43,8 @@ def metadata(config: DecoderConfig) -> dict[str, int | float]:
     result[_VALUES] = head_dim
     share = 1.0 if architecture.rotary is None else full.get(architecture.rotary) or 1.0
     result[_ROTATED] = int(head_dim * share)
+    if architecture.name == "phi3":
+        result.setdefault(_WINDOW, 0)  # llama.cpp needs the key
     result[_ROPE] = float(_rope(full).get("rope_theta") or 10000.0)
     _check(config, architecture, result, full)
     return result
@@ -93,6 +96,7 @@ def configuration(
         hf["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     if architecture.name == "phi3":
         hf["original_max_position_embeddings"] = hf["max_position_embeddings"]
+        hf["sliding_window"] = numbers.get(_WINDOW) or None
     return hf
 
 
@@ -100,11 +104,14 @@ def _full(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a configuration with the values that transformers gives to absent keys."""
     from transformers import AutoConfig
 
+    names = dict(of_model_type(hf["model_type"]).keys)
     keys = {key: value for key, value in hf.items() if key != "model_type"}
+    for name in (names[key] for key in FLOATS if key in names):
+        if keys.get(name) is not None:
+            keys[name] = float(keys[name])  # transformers refuses integers
     config = AutoConfig.for_model(hf["model_type"], **keys)
     # A class may know a key by another name too.
-    numbers = (name for _, name in of_model_type(hf["model_type"]).keys)
-    both = {*hf, *numbers}
+    both = {*hf, *names.values()}
     return config.to_dict() | {key: getattr(config, key) for key in both if hasattr(config, key)}
 
 

@@ -82,7 +82,8 @@ class GgufTensor:
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
         first, *rest = index
         if len(self.shape) == 1:
-            return self._floats(self._data)[first]
+            data = self._floats(self._data)
+            return (data if self._rows is None else data[self._rows])[first]
         chosen = self._data[first] if self._rows is None else self._data[self._rows[first]]
         return self._floats(chosen)[(slice(None), *rest)]
 
