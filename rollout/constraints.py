@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property, lru_cache
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,10 @@ from rollout.types import Constraint
 _LOG = logging.getLogger("duet.generator")
 KEPT_GRAMMARS = 64
 """Compiled grammars that are kept for requests with equal constraints."""
+MOST_CHARACTERS = 1 << 18
+"""Characters of the longest text of a constraint."""
+_STACK = 256 << 20  # bytes, of which only those in use are taken from memory
+_STACK_LOCK = threading.Lock()
 _SPACES = {"whitespace_pattern": r"\n?[ \t]{0,16}"}
 
 
@@ -87,14 +93,22 @@ class Grammars:
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """Returns the start of a completion under this constraint. Raises ValueError for a grammar
-        that llguidance does not read and for one that no text of the tokenizer can begin, and if
-        llguidance is not installed."""
+        that llguidance does not read, for one that no text of the tokenizer can begin and for one
+        of more than MOST_CHARACTERS, and if llguidance is not installed."""
         return Matcher(self._ready(constraint).deep_copy(), -(-self._vocab_size // 32))
 
     def _compiled(self, constraint: Constraint) -> Any:
-        llguidance = _llguidance()
+        _llguidance()
+        if len(constraint.text) > MOST_CHARACTERS:
+            raise ValueError(
+                f"constraint: the {constraint.kind} has {len(constraint.text)} characters, more "
+                f"than {MOST_CHARACTERS}"
+            )
         grammar = _grammar(constraint)
-        tokens = self._tokens
+        return _with_large_stack(partial(self._checked, constraint, grammar, self._tokens))
+
+    def _checked(self, constraint: Constraint, grammar: str, tokens: Any) -> Any:
+        llguidance = _llguidance()
         if problem := llguidance.LLMatcher.validate_grammar(grammar, tokens):
             raise ValueError(f"constraint: no {constraint.kind} that can be followed: {problem}")
         matcher = llguidance.LLMatcher(tokens, grammar, log_level=0)
@@ -122,6 +136,30 @@ class Grammars:
             ) from None
 
 
+def _with_large_stack(function: Callable[[], Any]) -> Any:
+    """Returns the result of a function, called in a thread of its own.
+
+    llguidance follows rules that refer to each other by recursion. On the stack of another thread a
+    chain of some thousand would end the process.
+    """
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="grammar", daemon=True)
+    with _STACK_LOCK:
+        before = threading.stack_size(_STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return future.result()
+
+
 def _llguidance() -> Any:
     try:
         import llguidance
@@ -142,6 +180,8 @@ def _grammar(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_lark(constraint.text)
     try:
         schema = json.loads(constraint.text)
+    except RecursionError:
+        raise ValueError("constraint: the schema is nested too deep") from None
     except ValueError as error:
         raise ValueError(f"constraint: the schema is no JSON: {error}") from None
     return LLMatcher.grammar_from_json_schema(json.dumps(schema))

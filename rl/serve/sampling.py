@@ -20,7 +20,9 @@ PROMPT_IDS = 2**31
 """Prompt ids of the generator: 0 to PROMPT_IDS - 1."""
 MOST_STOPS = 16
 """Most stop strings of a request, and most stop tokens besides those of the model."""
-StopString = Annotated[str, Field(min_length=1)]
+MOST_STOP_CHARACTERS = 256
+"""Most characters of a stop string and of a word that is forbidden."""
+StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 
 @dataclass(frozen=True)

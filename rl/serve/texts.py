@@ -55,7 +55,8 @@ class TextStream:
             return text
         least = self._params.min_tokens
         skipped = len(self._decode(self._tokens[:least]).rstrip(_INCOMPLETE)) if least else 0
-        places = [(text.find(stop, max(0, skipped + 1 - len(stop))), stop) for stop in stops]
+        shown = len(self.text)  # what is held back begins there, and no stop string before
+        places = [(text.find(stop, max(shown, skipped + 1 - len(stop))), stop) for stop in stops]
         hits = [(place, stop) for place, stop in places if place >= 0]
         if not hits:
             return text
@@ -64,12 +65,11 @@ class TextStream:
 
     def _held(self, text: str) -> int:
         """Returns how many of the last characters may be the beginning of a stop string."""
-        return max(
-            (
-                length
-                for stop in self._params.stop
-                for length in range(1, min(len(stop), len(text) + 1))
-                if text.endswith(stop[:length])
-            ),
-            default=0,
-        )
+        return max((_overlap(text, stop) for stop in self._params.stop), default=0)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns how many of the last characters of a text begin a stop string, but not all of it."""
+    end = text[len(text) - min(len(text), len(stop) - 1) :]
+    place = next((place for place in range(len(end)) if stop.startswith(end[place:])), len(end))
+    return len(end) - place

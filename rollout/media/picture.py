@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 MAX_PIXELS = 89_478_485
 """Pixels of the largest picture that is opened: from there on Pillow warns of decompression
 bombs."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Formats that are read, in the words of Pillow. Others of Pillow start programs (EPS) or open
+further files."""
 _CHANNELS = (0, 3, 4)  # of arrays: grey without an axis of channels, RGB, RGB with opacity
 _TURNED = (5, 6, 7, 8)  # values of the EXIF orientation that swap the sides
 _PNG_BEGIN = b"\x89PNG\r\n\x1a\n"
@@ -152,13 +155,14 @@ def patches(values_CHW: np.ndarray, patch: int, channels_last: bool = False) -> 
 def _open(content: bytes) -> Any:
     pillow = require("PIL.Image", "vision", "pictures in files need Pillow")
     try:
-        image = pillow.open(io.BytesIO(content))
+        image = pillow.open(io.BytesIO(content), formats=FORMATS)
     except (pillow.DecompressionBombError, pillow.DecompressionBombWarning):
         raise MediaError(f"the picture has more than {MAX_PIXELS} pixels; scale it down") from None
     except Exception:  # of the header: OSError, SyntaxError, struct.error, ...
         begin = content[:8].hex(" ") or "nothing"
         raise MediaError(
-            f"not a picture that Pillow reads ({len(content)} bytes, beginning with {begin})"
+            f"not a picture that Pillow reads ({len(content)} bytes, beginning with {begin}); "
+            f"the formats are {', '.join(FORMATS)}"
         ) from None
     _check_pixels(*image.size)
     return image

@@ -13,6 +13,7 @@ import pytest
 from test_generate import fresh_model
 
 from rollout import Constraint, Generator, GeneratorOptions, SamplingParams
+from rollout.constraints import MOST_CHARACTERS, Grammars
 from rollout.request import Request
 from rollout.text.tokenizer import byte_level, characters
 
@@ -255,6 +256,33 @@ def test_more_is_refused_by_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"duet-rl\[constraints\]"):
         generator_of().generate([[5]], params_of(Constraint("regex", "new")))
+
+
+def chain(kind: str, rules: int) -> Constraint:
+    """Rules that each refer to the next one."""
+    if kind == "lark":
+        lines = [f"r{n}: r{n + 1}" for n in range(rules)]
+        return Constraint("lark", "\n".join(["start: r0", *lines, f'r{rules}: "a"']))
+    defined: dict = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(rules)}
+    defined[f"d{rules}"] = {"const": "a"}
+    return Constraint("json_schema", json.dumps({"$defs": defined, "$ref": "#/$defs/d0"}))
+
+
+@pytest.mark.parametrize(("kind", "rules"), [("lark", 15_000), ("json_schema", 6_000)])
+def test_a_long_chain_of_rules_does_not_end_the_process(kind, rules):
+    """llguidance 1.9.1 follows it by recursion."""
+    grammars = Grammars(byte_level(), VOCAB)
+    matcher = grammars.matcher(chain(kind, rules))
+    text = "a" if kind == "lark" else '"a"'
+    matcher.advance(byte_level().encode(text, add_special_tokens=False))
+    assert matcher.complete
+    with pytest.raises(ValueError, match=f"more than {MOST_CHARACTERS}"):
+        grammars.matcher(chain(kind, 3 * rules))
+
+
+def test_a_schema_that_is_nested_too_deep_is_refused():
+    with pytest.raises(ValueError, match="nested too deep"):
+        Grammars(byte_level(), VOCAB).matcher(Constraint("json_schema", "[" * 100_000))
 
 
 def test_drafts_are_refused_by_name():

@@ -265,3 +265,24 @@ def test_a_missing_package_names_its_extra():
         "pictures in files need Pillow; pip install 'duet-rl[vision]'",
         "sounds other than WAV files need soundfile; pip install 'duet-rl[audio]'",
     ]
+
+
+EPS = b"""%!PS-Adobe-3.0 EPSF-3.0
+%%BoundingBox: 0 0 4 4
+%%EndComments
+%%EOF
+"""
+
+
+def test_formats_that_start_programs_are_refused():
+    """Pillow hands EPS to Ghostscript."""
+    with pytest.raises(MediaError, match="not a picture .* the formats are PNG, JPEG"):
+        picture.size(EPS)
+    with pytest.raises(MediaError, match="the formats are"):
+        picture.decode(EPS)
+
+
+@pytest.mark.parametrize("kind", picture.FORMATS)
+def test_each_format_is_read(kind):
+    content = encoded(Image.fromarray(PIXELS), kind)
+    assert picture.decode(content).shape == PIXELS.shape

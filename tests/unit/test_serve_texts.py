@@ -1,8 +1,11 @@
 """The text of a completion while its tokens arrive (rl/serve/texts.py)."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from rl.serve.sampling import MOST_STOP_CHARACTERS, SamplingFields
 from rl.serve.texts import TextStream
 from rollout import SamplingParams
 from rollout.text.tokenizer import byte_level
@@ -83,3 +86,19 @@ def test_pieces_add_up_to_the_text_however_they_are_cut(text, sizes, stop):
     assert "".join(parts) == full
     assert not any(each in full for each in stop)
     assert text.startswith(full)
+
+
+def test_only_the_end_of_a_text_is_held_for_a_long_stop():
+    stop = "a" * 200 + "b"
+    parts, stream = pieces(tokens_of("a" * 300 + "c" + "a" * 5), [1] * 306, stop=(stop,))
+    assert "".join(parts[:301]) == "a" * 300 + "c"
+    assert parts[199:202] == ["", "a", "a"] and parts[300] == "a" * 200 + "c"
+    assert "".join(parts[301:]) == "a" * 5 and stream.stopped_by is None
+
+
+def test_stop_strings_have_a_most_length():
+    longest = "a" * MOST_STOP_CHARACTERS
+    assert SamplingFields(stop=longest).stops == (longest,)
+    for stop in (longest + "a", [longest + "a"]):
+        with pytest.raises(ValidationError):
+            SamplingFields(stop=stop)
