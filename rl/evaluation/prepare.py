@@ -21,7 +21,7 @@ from rl.data.media import kinds_of, with_lists
 from rl.data.rows.files import DataRow
 from rl.data.rows.forms import read_example
 from rl.errors import ConfigError, DataError
-from rl.evaluation.problems import RowSource, Shot, as_messages, key_of
+from rl.evaluation.problems import KeyedExample, RowSource, Shot, as_messages, key_of
 from rl.evaluation.task import Score, Task, parsed
 
 if TYPE_CHECKING:
@@ -173,9 +173,9 @@ def prepared(
         examples = _own_examples(task, flags, encoder, chat)
     else:
         examples = RowSource(task, flags.data, chat, flags.seed).examples(flags.limit, shots)
-    _check_columns(task, examples)
+    _check_columns(task, [each.example for each in examples])
     problems = []
-    for example in examples:
+    for example in (each.example for each in examples):
         try:
             problems.append(Problem(example, *encoder.prompt(example)))
         except ValueError as error:
@@ -191,14 +191,19 @@ def prepared(
     settings = json.loads(task.model_dump_json(exclude={"about", "written", "rows", "timeout_s"}))
     settings |= {"source": flags.data or task.source, "shots": shots, "chat": chat}
     settings |= {"seed": flags.seed, "limit": flags.limit, "problems": len(problems)}
-    keys = [*map(key_of, examples)]
-    settings["rows"] = hashlib.sha256(" ".join(keys).encode()).hexdigest()[:16]
+    keys = [each.key for each in examples]
+    settings["rows"] = _digest(keys)
+    settings["prompts"] = _digest([problem.ids for problem in problems])
     return PreparedTask(name, task, problems, keys, own, settings)
+
+
+def _digest(value: Sequence[Any]) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
 def _own_examples(
     task: Task, flags: EvalFlags, encoder: ExampleEncoder, chat: bool
-) -> list[Example]:
+) -> list[KeyedExample]:
     """Returns the rows of a file of one's own, after the shots that its first rows are."""
     shots = flags.few_shot or 0
     options = DataOptions.model_validate(
@@ -221,7 +226,9 @@ def _own_examples(
             f"{task.source}: has {len(examples)} rows, and --few-shot takes {shots} of them"
         )
     solved = [_solved(example) for example in examples[:shots]]
-    return [_with_shots(solved, example) for example in examples[shots:]]
+    return [
+        KeyedExample(_with_shots(solved, example), key_of(example)) for example in examples[shots:]
+    ]
 
 
 def _read_renamed(

@@ -37,6 +37,14 @@ class Shot:
 
 
 @dataclass(frozen=True)
+class KeyedExample:
+    """A problem with its prompt as the model gets it. key: as `key_of` makes it."""
+
+    example: Example
+    key: str
+
+
+@dataclass(frozen=True)
 class RowSource:
     """Where the rows of a task come from. path: a file or folder in place of the task's source, or
     None. chat: whether prompts are messages. seed: of the shuffled options."""
@@ -46,7 +54,7 @@ class RowSource:
     chat: bool
     seed: int
 
-    def examples(self, limit: int | None, shots: int) -> list[Example]:
+    def examples(self, limit: int | None, shots: int) -> list[KeyedExample]:
         """Returns the problems, the first `limit` of them, with so many shots each. Raises
         DataError for rows that cannot be read, and for columns that they lack."""
         task = self.task
@@ -55,13 +63,14 @@ class RowSource:
         examples = []
         for number, (where, row) in enumerate(itertools.islice(self._rows(task.split), limit)):
             try:
-                values = _values(task, row, self.seed, number)
+                values = _values(task, row, (self.seed, number))
                 same = task.shots.same if task.shots and shots else None
                 key = None if same is None else values[same]
                 if solved and len(solved.get(key, ())) < shots:
                     raise ValueError(f"there are no {shots} shots with {same} {key!r}")
                 prompt = self._prompt(solved.get(key, ()), fill(task.prompt, values))
                 answer = None if task.answer is None else fill(task.answer, values)
+                question = _key(task, row)
             except (ValueError, KeyError) as error:
                 raise DataError(f"{where}: {_message(error, row, task)}") from None
             columns = {
@@ -70,7 +79,8 @@ class RowSource:
                 if name not in _RESERVED and (needed is None or name in needed)
             }
             columns |= {} if answer is None else {"answer": answer}
-            examples.append(Example(prompt, columns=columns, where=where))
+            example = Example(prompt, columns=columns, where=where)
+            examples.append(KeyedExample(example, question))
         if not examples:
             raise DataError(f"{self.path or task.source}: split {task.split!r} has no rows")
         return examples
@@ -88,7 +98,7 @@ class RowSource:
         result: dict[object, list[Shot]] = {}
         for number, (where, row) in enumerate(self._rows(task.shots.split)):
             try:
-                values = _values(task, row, self.seed, number)
+                values = _values(task, row, (self.seed, number))
                 key = None if task.shots.same is None else values[task.shots.same]
                 own = result.setdefault(key, [])
                 if len(own) < count:
@@ -160,7 +170,8 @@ def as_messages(
 def key_of(example: Example) -> str:
     """Returns a text that is equal for problems with the same prompt, pictures, sounds and answer.
 
-    Of messages the last one counts as the prompt. Of a text all of it does, with its shots.
+    Of messages the last one counts as the prompt. example: without shots and instruction, and with
+    options in the order of their columns; so however a problem is asked, its key is the same.
     """
     prompt = example.prompt if isinstance(example.prompt, str) else example.prompt[-1]["content"]
     media = [reference.digest for reference in example.references]
@@ -169,16 +180,28 @@ def key_of(example: Example) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
-def _values(task: Task, row: Mapping[str, Any], seed: int, number: int) -> dict[str, Any]:
-    """Returns what templates read of a row. Raises KeyError for a column that it lacks."""
+def _key(task: Task, row: Mapping[str, Any]) -> str:
+    """Returns the key of a row."""
+    values = _values(task, row)
+    answer = values.get("answer") if task.answer is None else fill(task.answer, values)
+    return key_of(Example(fill(task.prompt, values), columns={"answer": answer}))
+
+
+def _values(
+    task: Task, row: Mapping[str, Any], shuffle: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """Returns what templates read of a row. shuffle: (seed, number of the row), by which options
+    are shuffled; None: they are not. Raises KeyError for a column that it lacks."""
     values = dict(row) | {name: row[column] for name, column in task.columns.items()}
     if task.choices is not None:
-        values |= _choices(task.choices, row, seed, number)
+        values |= _choices(task.choices, row, shuffle)
     return values
 
 
-def _choices(choices: Choices, row: Mapping[str, Any], seed: int, number: int) -> dict[str, Any]:
-    """Returns `choices` and `answer` of a row."""
+def _choices(
+    choices: Choices, row: Mapping[str, Any], shuffle: tuple[int, int] | None
+) -> dict[str, Any]:
+    """Returns `choices` and `answer` of a row. shuffle: as for `_values`."""
     if choices.options is not None:
         assert choices.right_index is not None
         texts = [str(each) for each in row[choices.options]]
@@ -188,7 +211,9 @@ def _choices(choices: Choices, row: Mapping[str, Any], seed: int, number: int) -
     else:
         assert choices.right is not None
         names = [choices.right, *choices.wrong]
-        order = np.random.default_rng((seed, number)).permutation(len(names)).tolist()
+        order = [*range(len(names))]
+        if shuffle is not None:
+            order = np.random.default_rng(shuffle).permutation(len(names)).tolist()
         texts = [str(row[names[place]]).strip() for place in order]
         right = order.index(0)
     if len(texts) > len(LETTERS):

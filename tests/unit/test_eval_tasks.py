@@ -123,6 +123,33 @@ def test_shots_of_mmlu_pro_are_of_the_category_of_the_question(encoder):
         prepared("mmlu_pro", encoder, few_shot=2)
 
 
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("gsm8k", {"chat": False, "few_shot": 0}, {"chat": True, "few_shot": 2}),
+        ("mmlu_pro", {"chat": False, "few_shot": 1}, {"chat": True, "few_shot": 0}),
+        ("gpqa", {"seed": 0}, {"seed": 1}),
+    ],
+)
+def test_a_problem_has_the_same_key_however_it_is_asked(name, one, other, encoder):
+    first = prepared(name, encoder, **one)
+    second = prepared(name, encoder, **other)
+    assert first.keys == second.keys and len(set(first.keys)) == 5
+    assert first.settings["rows"] == second.settings["rows"]
+    assert first.settings["prompts"] != second.settings["prompts"]
+
+
+def test_a_row_of_ones_own_has_the_same_key_however_it_is_asked(tmp_path, encoder):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f'{{"prompt": "{n}+1?", "answer": "{n + 1}"}}\n' for n in range(4)))
+    keys = []
+    for more in ({}, {"chat": True, "system": "Be brief."}, {"few_shot": 1}):
+        flags = EvalFlags(data=str(file), rewards=("numeric_answer",), **more)
+        own = prepare.with_flags(prepare.own_task(str(file), flags), flags)
+        keys.append(prepare.prepared("own", own, flags, encoder, SamplingParams(n=1)).keys)
+    assert keys[0] == keys[1] and keys[0][1:] == keys[2]
+
+
 def test_options_of_gpqa_are_shuffled_by_the_seed(encoder):
     def letters(seed):
         examples = [each.example for each in prepared("gpqa", encoder, seed=seed).problems]
