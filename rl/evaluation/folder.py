@@ -116,6 +116,7 @@ class EvaluationFolder:
         """Returns the numbers of the complete problems of each task, those with all of their
         samples. Removes the lines of an incomplete problem at the end of the files. Raises
         DataError for damaged files."""
+        self._problem_lines()
         counts: Counter[tuple[str, int]] = Counter()
         try:
             for record in samples.read(self.path):
@@ -184,10 +185,25 @@ class EvaluationFolder:
     def _write_problems(self, task: PreparedTask, result: TaskResult) -> None:
         """Replaces the lines of a task in problems.jsonl."""
         file = self.path / PROBLEMS
-        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-        others = [line for line in lines if json.loads(line)["task"] != task.name]
+        others = [line for name, line in self._problem_lines() if name != task.name]
         own = [json.dumps(line) for line in result.lines(task.keys)]
         self._replace(file, "\n".join([*others, *own]) + "\n")
+
+    def _problem_lines(self) -> list[tuple[str, str]]:
+        """Returns (name of the task, line) of problems.jsonl. Raises DataError for a damaged
+        line."""
+        file = self.path / PROBLEMS
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        result = []
+        for number, line in enumerate(lines, 1):
+            try:
+                result.append((json.loads(line)["task"], line))
+            except (ValueError, KeyError, TypeError):
+                raise DataError(
+                    f"{file}:{number}: damaged; remove the file, and repeat the command of each "
+                    "task: it is written again from the samples"
+                ) from None
+        return result
 
     def _write(self) -> None:
         text = json.dumps(self.content, indent=1, ensure_ascii=False)

@@ -14,12 +14,22 @@ told apart within a second."""
 
 
 def identity(name: str, directory: Path, checkpoint: str | None, dtype: str) -> JsonObject:
-    """Returns what identifies weights in eval.json. name: as the command has it. directory: where
-    the files are. checkpoint: of a run, the place of the weights in it; None: files."""
-    result: JsonObject = {"name": name, "checkpoint": checkpoint, "dtype": dtype}
+    """Returns what identifies weights in eval.json. name: as the command has it; a path counts from
+    the working directory, however it was written. directory: where the files are. checkpoint: of a
+    run, the place of the weights in it; None: files."""
+    result: JsonObject = {"name": _plain(name), "checkpoint": checkpoint, "dtype": dtype}
     if checkpoint is None:
         result["files"] = fingerprint(directory)
     return result
+
+
+def _plain(name: str) -> str:
+    """Returns the one name of a path; names on the hub as they are."""
+    if not Path(name).exists():
+        return name
+    path = Path(name).resolve()
+    here = Path.cwd().resolve()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def fingerprint(directory: Path) -> str:

@@ -123,7 +123,7 @@ def _check(task: Task, flags: EvalFlags) -> None:
                 "--reward reward_model: reward models score in a run only (docs/rewards.md); name "
                 "a function"
             )
-    if flags.few_shot and task.shots is None and flags.data is None:
+    if flags.few_shot and task.shots is None and not flags.rewards:
         raise ConfigError(
             f"--few-shot {flags.few_shot}: the task has no rows for shots (`shots` of its file)"
         )
@@ -186,10 +186,11 @@ def prepared(
         temperature=task.temperature,
         top_p=task.top_p if task.temperature else 1.0,
         max_new_tokens=task.max_new_tokens,
-        stop=() if chat and not flags.stop else tuple(task.stop),
+        stop=flags.stop if chat else tuple(task.stop),
     )
     settings = json.loads(task.model_dump_json(exclude={"about", "written", "rows", "timeout_s"}))
     settings |= {"source": flags.data or task.source, "shots": shots, "chat": chat}
+    settings["stop"] = [*own.stop]
     settings |= {"seed": flags.seed, "limit": flags.limit, "problems": len(problems)}
     keys = [each.key for each in examples]
     settings["rows"] = _digest(keys)

@@ -66,7 +66,7 @@ class RowSource:
                 values = _values(task, row, (self.seed, number))
                 same = task.shots.same if task.shots and shots else None
                 key = None if same is None else values[same]
-                if solved and len(solved.get(key, ())) < shots:
+                if same is not None and len(solved.get(key, ())) < shots:
                     raise ValueError(f"there are no {shots} shots with {same} {key!r}")
                 prompt = self._prompt(solved.get(key, ()), fill(task.prompt, values))
                 answer = None if task.answer is None else fill(task.answer, values)

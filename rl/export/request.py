@@ -21,7 +21,7 @@ class ExportRequest:
     the checkpoint `[STAGE:]N`; None: its final weights, or the newest checkpoint of a run that has
     not ended. dtype: None: that of the source. form: of a model with an adapter; None: as the run's
     `export` says, else the adapter. gguf: a GGUF file is written, with matrices in this type, and
-    an adapter is merged whatever `form` says. force: an export in `directory` is replaced. push:
+    an adapter is merged into the weights. force: an export in `directory` is replaced. push:
     the repository that gets the files.
     """
 

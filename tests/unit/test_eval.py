@@ -158,6 +158,21 @@ def test_another_evaluation_in_the_same_folder_is_refused(evaluate, data, tmp_pa
     assert "the folder of a run" in capsys.readouterr().err
 
 
+def test_a_damaged_line_of_problems_is_refused_and_mended_by_the_same_command(
+    evaluate, data, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    assert evaluate(data, out, "--limit", 2) == 0
+    file = out / "problems.jsonl"
+    before = file.read_text()
+    file.write_text(before[:-9])
+    assert evaluate(data, out, "--limit", 2) == 3
+    assert "problems.jsonl:2: damaged; remove the file" in capsys.readouterr().err
+    file.unlink()
+    assert evaluate(data, out, "--limit", 2) == 0
+    assert file.read_text() == before
+
+
 def test_shots_are_the_first_rows_and_are_not_measured(evaluate, data, tmp_path):
     out = tmp_path / "out"
     assert evaluate(data, out, "--few-shot", 2, "--limit", 1) == 0
@@ -193,6 +208,8 @@ def test_prompts_are_those_of_rl_generate(directory, evaluate, data, tmp_path, c
             3,
             "no column 'right'",
         ),
+        (("--task", "math500", "--correct-at", "0.5"), 2, "--correct-at: the file of a task"),
+        (("--task", "math500", "--data", "{data}", "--few-shot", "2"), 2, "no rows for shots"),
         (("--data", "nowhere.jsonl", "--reward", "math"), 2, "no such file"),
         (("--data", "{data}", "--reward", "math", "--system", "Be brief."), 2, "add --chat"),
         (

@@ -12,7 +12,7 @@ from rewards.registry import answer_of
 from rl.data.encoding import ExampleEncoder
 from rl.errors import ConfigError, DataError
 from rl.evaluation import prepare, task
-from rl.evaluation.model import fingerprint
+from rl.evaluation.model import fingerprint, identity
 from rl.evaluation.prepare import EvalFlags
 from rollout import SamplingParams
 from rollout.text.tokenizer import load_tokenizer
@@ -107,6 +107,10 @@ def test_a_plain_prompt_has_the_shots_before_it(encoder):
     assert ready.problems[1].ids == encoder.tokenizer.encode(text)
     assert ready.params.stop == ("Question:", "\n\n")
     assert prepared("gsm8k", encoder).params.stop == ()  # a chat model ends its turn
+    named = prepared("gsm8k", encoder, stop=("END",))
+    assert named.params.stop == ("END",) and named.settings["stop"] == ["END"]
+    plain = prepared("gsm8k", encoder, stop=("END",), chat=False)
+    assert plain.params.stop == ("Question:", "\n\n", "END")
 
 
 def test_shots_of_mmlu_pro_are_of_the_category_of_the_question(encoder):
@@ -277,6 +281,27 @@ def test_one_file_has_no_shots(encoder):
     ready = prepare.prepared("gsm8k", task.read("gsm8k"), flags, encoder, SamplingParams(n=1))
     assert len(ready.problems) == 2
     assert [each.example.columns["answer"] for each in ready.problems] == ["45", "1,050"]
+
+
+def test_a_split_without_a_shot_is_refused(tmp_path, encoder):
+    for split, rows in (
+        ("test", '{"Frage": "1+1?", "Antwort": 2, "kind": "sum"}\n'),
+        ("train", ""),
+    ):
+        (tmp_path / f"{split}.jsonl").write_text(rows)
+    shots = "shots: {split: train, count: 1, target: x, same: kind}\n"
+    file = tmp_path / "own.yml"
+    file.write_text(OWN.format(source=tmp_path) + shots)
+    with pytest.raises(DataError, match="no 1 shots with kind 'sum'"):
+        prepare.prepared("own", task.read(str(file)), EvalFlags(), encoder, SamplingParams(n=1))
+
+
+def test_weights_have_one_name_however_their_path_is_written(tmp_path, monkeypatch):
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    paths = ("runs/a", "./runs/a/", str(tmp_path / "runs" / "a"))
+    assert {str(identity(each, tmp_path, "7", "float32")["name"]) for each in paths} == {"runs/a"}
+    assert identity("org/name", tmp_path, "7", "float32")["name"] == "org/name"
 
 
 def test_weights_are_told_apart_by_their_content(tmp_path):

@@ -101,6 +101,7 @@ def test_only_what_an_export_wrote_is_replaced(directory, tmp_path, capsys):
     [
         (["--step", "3"], 2, "no folder of a run"),
         (["--merged"], 2, "has no adapter"),
+        (["--adapter", "--gguf", "f16"], 2, "--adapter: a GGUF file has it merged"),
     ],
 )
 def test_what_is_refused(directory, tmp_path, capsys, arguments, code, message):

@@ -274,6 +274,11 @@ def _flags(arguments: argparse.Namespace) -> EvalFlags:
         )
     if arguments.task and arguments.reward:
         raise ConfigError("--reward: a task has its own; leave --task or --reward out")
+    if arguments.task and arguments.correct_at is not None:
+        raise ConfigError(
+            "--correct-at: the file of a task says from which reward on a completion is right "
+            "(`correct_at` of a score); leave --task or --correct-at out"
+        )
     columns = []
     for pair in (arguments.columns or "").split(",") if arguments.columns else ():
         name, equals, column = pair.partition("=")

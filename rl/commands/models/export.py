@@ -105,6 +105,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     if arguments.private and not arguments.push:
         raise ConfigError("--private: says how --push ORG/NAME makes the repository; give both")
+    if arguments.gguf and arguments.form == "adapter":
+        raise ConfigError("--adapter: a GGUF file has it merged into the weights; leave one out")
     push = arguments.push and HubRepository(arguments.push, arguments.private, arguments.force)
     devices.check(arguments.platform)
     print(
