@@ -32,9 +32,12 @@ FORMS = ("any", "answer is (X)")
 _OPEN = r"[\s*_$({\[\\\"'`]*"
 _TEXT = r"(?:(?:text|textbf|mathrm|mathbf|boxed)\s*\{[\s({\[]*)?"
 _LETTER = r"([A-Z])(?![A-Za-z0-9]|'[a-z])"
+# "The answer is I think B" names B, and "the answer is I" the option I.
+_SPEAKER = r"(?:am|believe|can|cannot|do|don|guess|have|suppose|think|will|would)\b"
+_OPINION = r"(?:I\s+(?:believe|guess|suppose|think)\s+)?"
 _NAMED = re.compile(
-    rf"\b(?i:answer|choice|option)(?i:\s+is)?(?:\s*[*_]+)?\s*(?::|(?<=is)|(?<=is\*\*)){_OPEN}"
-    rf"(?i:option\s+)?{_TEXT}{_LETTER}"
+    rf"\b(?i:answer|choice|option)(?i:\s+is)?(?:\s*[*_]+)?\s*(?::|(?i:(?<=is)|(?<=is\*\*))){_OPEN}"
+    rf"{_OPINION}(?i:option\s+)?{_TEXT}(?!I\s+{_SPEAKER}){_LETTER}"
 )
 _STRICT = re.compile(r"answer is \(?([A-Z])\)?(?![A-Za-z0-9])")
 _ALONE = re.compile(rf"^[\s*_$(\[]*{_LETTER}(?=[\s*_$).:\]]|$)[\s*_$).:\]]*$", re.MULTILINE)

@@ -18,7 +18,8 @@ MARKER = "duet_export.json"
 
 def check(directory: Path, force: bool) -> None:
     """Raises ConfigError for a directory that exists and may not be replaced. force: one that an
-    export wrote may be."""
+    export wrote may be. First puts back the directory that a killed export had moved aside."""
+    _put_back(directory)
     if not directory.is_dir():
         if directory.exists():
             raise ConfigError(f"{directory}: a file; name another directory")
@@ -77,10 +78,44 @@ def _replace(directory: Path, unfinished: Path) -> None:
     if not directory.is_dir() or not any(directory.iterdir()):
         unfinished.replace(directory)
         return
-    old = directory.with_name(f"{directory.name}.old")
+    old = _aside(directory)
     directory.rename(old)
     unfinished.rename(directory)
-    shutil.rmtree(old)
+    _remove(old)
+
+
+def _aside(directory: Path) -> Path:
+    """Returns where the replaced export is until the new one is in its place."""
+    return directory.with_name(f"{directory.name}.old")
+
+
+def _put_back(directory: Path) -> None:
+    """Ends what an export that was killed while it replaced `directory` had begun. Raises
+    ConfigError where other files are in the way."""
+    old = _aside(directory)
+    if not old.is_dir() or directory.is_file():
+        return
+    is_there = directory.is_dir() and any(directory.iterdir())
+    if _other_files(old) != []:
+        if is_there:
+            raise ConfigError(
+                f"{old}: exists, and the replaced export is moved there; move it away"
+            )
+        return
+    if is_there:
+        _remove(old)
+    else:
+        old.replace(directory)
+
+
+def _remove(export: Path) -> None:
+    """Removes an export, its marker last: so what a kill leaves is known as one."""
+    for each in export.iterdir():
+        if each.is_dir():
+            shutil.rmtree(each)
+        elif each.name != MARKER:
+            each.unlink()
+    shutil.rmtree(export)
 
 
 def _files(directory: Path) -> list[str]:

@@ -52,8 +52,9 @@ def write(exported: Exportable, directory: Path, kind: GgufType, name: str) -> l
 
 
 def vocabulary_of(exported: Exportable) -> Vocabulary:
-    """Returns the fields of the tokenizer of an export. Raises ModelFileError."""
-    from policy.huggingface.gguf.vocabulary import of_tokenizer
+    """Returns the fields of the tokenizer of an export. A note names the stops that a file has no
+    keys for. Raises ModelFileError."""
+    from policy.huggingface.gguf.vocabulary import STOP_KEYS, of_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         texts = Path(folder)
@@ -71,6 +72,11 @@ def vocabulary_of(exported: Exportable) -> Vocabulary:
     ids = stops if isinstance(stops, list) else [] if stops is None else [stops]
     size = exported.model.config.vocab_size
     drawn = [each for each in ids if each < size]  # no other token can end a completion
+    if left_out := drawn[len(STOP_KEYS) :]:
+        exported.note(
+            f"export: a GGUF file has keys for {len(STOP_KEYS)} tokens that end a completion; in "
+            f"programs that read it, these tokens do not: {', '.join(map(str, left_out))}"
+        )
     return of_tokenizer(tokenizer, _special(keys), drawn, template)
 
 

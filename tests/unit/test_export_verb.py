@@ -139,6 +139,35 @@ def test_a_killed_export_leaves_a_folder_that_the_next_one_takes(directory, tmp_
     assert not unfinished.exists()
 
 
+@pytest.mark.parametrize("moved", ["one", "both"])
+def test_an_export_killed_while_it_replaces_another_is_put_back(directory, tmp_path, moved):
+    """moved: how many of the two renames were done."""
+    out, old = tmp_path / "out", tmp_path / "out.old"
+    assert export(directory, out) == 0
+    if moved == "both":
+        shutil.copytree(out, old)
+        (old / "model.safetensors").unlink()  # it was being removed
+    else:
+        out.rename(old)
+    assert export(directory, out) == 2  # without --force the first export stays
+    assert (out / "model.safetensors").is_file() and not old.exists()
+    assert export(directory, out, "--force", "--dtype", "bfloat16") == 0
+    assert {each.name for each in tmp_path.iterdir()} == {"out"}
+    old.mkdir()
+    (old / "file").write_text("mine")
+    assert export(directory, out, "--force") == 2
+    assert (old / "file").read_text() == "mine"
+
+
+def test_stops_that_a_gguf_file_has_no_keys_for_are_named(directory, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "model"
+    shutil.copytree(directory, model)
+    (model / "generation_config.json").write_text('{"eos_token_id": [2, 10, 11, 12]}')
+    assert export(model, tmp_path / "out", "--gguf", "f16") == 0
+    assert "these tokens do not: 12" in capsys.readouterr().err
+
+
 def test_one_gguf_file_is_written_and_read_like_any_model(directory, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     out = tmp_path / "out"
@@ -278,7 +307,11 @@ def test_a_card_says_data_evaluations_and_configuration(tmp_path):
         {
             "stage": stage,
             "step": step,
-            "metrics": {"eval/greedy_accuracy": share, "eval/problems": 100},
+            "metrics": {
+                "eval/greedy_accuracy": share,
+                "eval/problems": 104,
+                "eval/unscored": 4,
+            },
         }
         for stage, step, share in events
     ]

@@ -69,6 +69,9 @@ _ID_KEYS = {
     "pad_token": "padding_token_id",
 }
 
+STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+"""Keys of the tokens that end a completion: end of sequence, of a turn, of a message."""
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -130,9 +133,7 @@ def of_tokenizer(
     Args:
         tokenizer: the content of tokenizer.json.
         special: tokens by name (`bos_token`, ...), as tokenizer_config.json has them.
-        stops: ids that end a completion. The first is written as the end of sequence (eos), the
-            second as the end of a turn (eot), the third as the end of a message (eom); files have
-            no keys for more.
+        stops: ids that end a completion, in the order of STOP_KEYS; files have no keys for more.
         chat_template: None: the model has none.
 
     Raises ModelFileError for a tokenizer of another kind.
@@ -163,7 +164,7 @@ def of_tokenizer(
         for name, key in _ID_KEYS.items()
         if (token := special.get(name)) is not None and token in numbers
     }
-    ids |= dict(zip(("eos_token_id", "eot_token_id", "eom_token_id"), stops, strict=False))
+    ids |= dict(zip(STOP_KEYS, stops, strict=False))
     merges = [
         (each[0], each[1]) if isinstance(each, list) else tuple(each.split(" ", 1))
         for each in model["merges"]

@@ -136,12 +136,16 @@ def _names(options: Any) -> Iterator[str]:
 
 
 def _evaluations(origin: Origin) -> list[str]:
-    """Returns a section with the last evaluation of each stage, with 95% intervals; none without an
-    evaluation."""
+    """Returns a section with the last evaluation of each stage, with 95% intervals for the problems
+    that have a score; none without an evaluation."""
     rows = list(_evaluated(origin))
     if not rows:
         return []
-    head = ["## Evaluation", "", "| stage | step | metric | value | 95% interval | problems |"]
+    head = [
+        "## Evaluation",
+        "",
+        "| stage | step | metric | value | 95% interval (Wilson) | scored |",
+    ]
     return ["\n".join([*head, "| --- | --- | --- | --- | --- | --- |", *rows])]
 
 
@@ -153,13 +157,13 @@ def _evaluated(origin: Origin) -> Iterator[str]:
         if is_share and not _is_later(origin, stage, step):
             last[stage] = step, dict(values.metrics)
     for stage, (step, metrics) in last.items():
-        problems = run_files.as_number(metrics.get("eval/problems"))
+        scored = _scored(metrics)
         for name, value in metrics.items():
             share = run_files.as_number(value)
             if _SHARES.fullmatch(name) is None or share is None or not np.isfinite(share):
                 continue
             label = name.removeprefix("eval/")
-            yield f"| {stage} | {step} | {label} | {share:.3f} | {_bounds(share, problems)} |"
+            yield f"| {stage} | {step} | {label} | {share:.3f} | {_bounds(share, scored)} |"
 
 
 def _is_later(origin: Origin, stage: str, step: int) -> bool:
@@ -173,11 +177,18 @@ def _is_later(origin: Origin, stage: str, step: int) -> bool:
     return (names.index(stage), step) > (names.index(place.stage), place.step)
 
 
-def _bounds(share: float, problems: float | None) -> str:
-    if problems is None:
+def _scored(metrics: dict[str, Any]) -> float | None:
+    """Returns the problems of an evaluation whose greedy completion has a score."""
+    problems = run_files.as_number(metrics.get("eval/problems"))
+    unscored = run_files.as_number(metrics.get("eval/unscored"))
+    return None if problems is None else problems - (unscored or 0.0)
+
+
+def _bounds(share: float, scored: float | None) -> str:
+    if scored is None:
         return "- | -"
-    low, high = wilson(np.asarray([share]), problems)
-    return f"{low[0]:.3f} to {high[0]:.3f} | {problems:.0f}"
+    low, high = wilson(np.asarray([share]), scored)
+    return f"{low[0]:.3f} to {high[0]:.3f} | {scored:.0f}"
 
 
 def _without_secrets(text: str) -> str:
