@@ -32,7 +32,8 @@ def application(service: Service, host: str, token: str | None) -> ASGIApp:
     requests must have as their key; None: nobody else reaches the server."""
 
     async def health(request: Request) -> Response:
-        return Response(status_code=503 if service.draining else 200)
+        ends = service.draining or service.engine.ended
+        return Response(status_code=503 if ends else 200)
 
     async def metrics(request: Request) -> Response:
         kind = "text/plain; version=0.0.4; charset=utf-8"

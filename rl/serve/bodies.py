@@ -4,11 +4,12 @@ name."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
@@ -18,6 +19,9 @@ from rl.serve.errors import ApiError, invalid
 # Of a body that is too large, so many times the limit is read and dropped before the answer: a
 # client that is still sending when the connection is closed does not see the answer.
 _READ = 8
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list in a body, which is read up to its first wrong item."""
 _CODES = {"missing": "missing_required_parameter", "extra_forbidden": "unknown_parameter"}
 
 
@@ -122,8 +126,8 @@ async def read_json(request: Request, most: int) -> dict[str, Any]:
     """Returns the object in the body of a request.
 
     Raises ApiError: 413 for more than `most` bytes, 400 for anything but an object of JSON, for
-    the words NaN and Infinity, and for texts that have no UTF-8. A number too large for a float
-    (1e999) is read as infinite.
+    the words NaN and Infinity, for numbers that no float holds (1e999), and for texts that have no
+    UTF-8.
     """
     content = bytearray()
     size = 0
@@ -137,7 +141,8 @@ async def read_json(request: Request, most: int) -> dict[str, Any]:
         message = f"the body has more than {most} bytes (--max-body-mb)"
         raise ApiError(413, message, None, "request_too_large")
     try:
-        body = json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+        text = content.decode("utf-8")
+        body = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
         json.dumps(body, ensure_ascii=False).encode("utf-8")  # halves of surrogate pairs have none
     except RecursionError:
         raise ApiError(400, "the body is nested too deep", None, "invalid_json") from None
@@ -153,3 +158,10 @@ async def read_json(request: Request, most: int) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text:.40} is too large for a number")
+    return number

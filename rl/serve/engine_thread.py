@@ -4,6 +4,7 @@ tokens of each after every step of the engine."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import sys
 import threading
@@ -120,13 +121,19 @@ def _scores_of(request: Request, start: int, end: int) -> TokenScores:
 
 class EngineThread:
     """Runs the jobs of a server. `submit`, `cancel` and `call` may be called from any thread;
-    nothing else may touch the generator while the thread runs."""
+    nothing else may touch the generator while the thread runs.
+
+    An error ends the jobs that it concerns, not the thread. ended: the thread has ended all the
+    same, or was closed; jobs and calls get an error at once.
+    """
 
     def __init__(self, generator: Generator):
         self.generator = generator
         self._jobs: list[Job] = []
         self._messages: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._closed = False
+        self.ended = False
+        self._end = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -135,30 +142,45 @@ class EngineThread:
 
     def close(self) -> None:
         """Drops all jobs and ends the thread after its step; a step that takes long is left."""
-        self._messages.put(self._close)
+        self._put(self._close)
         self._thread.join(_LONGEST_STEP)
 
     def submit(self, job: Job) -> None:
         """Starts the requests of a job as soon as there are slots for them."""
-        self._messages.put(partial(self._submit, job))
+        self._put(partial(self._submit, job))
 
     def cancel(self, job: Job) -> None:
         """Drops the requests of a job that have not ended."""
-        self._messages.put(partial(self._cancel, job))
+        self._put(partial(self._cancel, job))
 
     async def call(self, function: Callable[[Generator], Any]) -> Any:
         """Calls a function with the generator between two steps; returns its result or raises its
         error."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        self._messages.put(partial(self._call, function, loop, future))
+        self._put(partial(self._call, function, loop, future))
         return await future
 
+    def _put(self, message: Callable[[], None]) -> None:
+        """Leaves a message for the thread; handles it here if the thread has ended."""
+        with self._end:
+            if not self.ended:
+                self._messages.put(message)
+                return
+        message()
+
     def _run(self) -> None:
-        while not self._closed:
-            self._handle_messages()
-            if self._jobs:
-                self._step()
+        try:
+            while not self._closed:
+                self._handle_messages()
+                if self._jobs:
+                    self._step()
+        finally:
+            with self._end:
+                self.ended = True
+            self._fail(_ENDED)
+            while not self._messages.empty():
+                self._messages.get()()
 
     def _handle_messages(self) -> None:
         """Handles all messages; waits for one if there is nothing else to do."""
@@ -175,35 +197,53 @@ class EngineThread:
         try:
             self.generator.step()
         except Exception as error:
-            traceback.print_exc(file=sys.stderr)
-            self._fail(error)
-        self._jobs = [job for job in self._jobs if not job.collect()]
+            self._fail(_failure(error))  # the step has dropped their requests
+        self._jobs = [job for job in self._jobs if not self._collected(job)]
 
-    def _fail(self, error: Exception) -> None:
-        """Answers all jobs with the error of a step, which has dropped their requests."""
+    def _collected(self, job: Job) -> bool:
+        """Sends what is new of a job. Returns whether it has ended, which an error does too."""
+        try:
+            return job.collect()
+        except Exception as error:
+            job.send(_failure(error))
+            self._drop(job)
+            return True
+
+    def _fail(self, error: ApiError) -> None:
+        """Answers all jobs with an error."""
         jobs = self._jobs
         self._jobs = []
         for job in jobs:
-            job.send(ApiError(500, f"the engine failed: {type(error).__name__}"))
+            job.send(error)
 
     def _submit(self, job: Job) -> None:
+        if self.ended:
+            job.send(_ENDED)
+            return
+        self._jobs.append(job)
         try:
             for request in job.requests:
                 self.generator.submit(request)
-        except ValueError as error:
-            for request in job.requests:
-                self.generator.cancel(request)
-            job.send(ApiError(400, str(error), None, "invalid_value"))
-            return
-        self._jobs.append(job)
+        except Exception as error:
+            wrong = isinstance(error, ValueError)
+            answer = ApiError(400, str(error), None, "invalid_value") if wrong else _failure(error)
+            self._jobs.remove(job)
+            self._drop(job)
+            job.send(answer)
 
     def _cancel(self, job: Job) -> None:
-        if job not in self._jobs:
-            return
-        self._jobs.remove(job)
+        if job in self._jobs:
+            self._jobs.remove(job)
+            self._drop(job)
+
+    def _drop(self, job: Job) -> None:
+        """Takes what has not ended of a job from the generator."""
         for request in job.requests:
-            if request.finish is None:
-                self.generator.cancel(request)
+            try:
+                if request.finish is None:
+                    self.generator.cancel(request)
+            except Exception:  # the other requests must go on
+                traceback.print_exc(file=sys.stderr)
 
     def _call(
         self,
@@ -212,16 +252,28 @@ class EngineThread:
         future: asyncio.Future[Any],
     ) -> None:
         try:
+            if self.ended:
+                raise _ENDED
             answer = partial(_set_result, future, function(self.generator))
         except Exception as error:
             answer = partial(_set_error, future, error)
-        loop.call_soon_threadsafe(answer)
+        with contextlib.suppress(RuntimeError):  # the event loop has been closed: nobody waits
+            loop.call_soon_threadsafe(answer)
 
     def _close(self) -> None:
         for job in list(self._jobs):
             self._cancel(job)
             job.send(ApiError(503, "the server has ended"))
         self._closed = True
+
+
+_ENDED = ApiError(500, "the engine has ended; start the server again")
+
+
+def _failure(error: Exception) -> ApiError:
+    """Returns the answer to an error of the engine, which is being handled, and logs it."""
+    traceback.print_exc(file=sys.stderr)
+    return ApiError(500, f"the engine failed: {type(error).__name__}")
 
 
 def _set_result(future: asyncio.Future[Any], result: Any) -> None:

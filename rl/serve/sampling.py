@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rl.serve.bodies import Body, Fields
+from rl.serve.bodies import Body, Fields, Items
 from rl.serve.errors import invalid
 from rollout.constraints import with_few_spaces
 from rollout.types import Constraint, SamplingParams
@@ -20,6 +20,8 @@ PROMPT_IDS = 2**31
 """Prompt ids of the generator: 0 to PROMPT_IDS - 1."""
 MOST_STOPS = 16
 """Most stop strings of a request, and most stop tokens besides those of the model."""
+MOST_BIASES = 1024
+"""Most tokens of `logit_bias`."""
 MOST_STOP_CHARACTERS = 256
 """Most characters of a stop string and of a word that is forbidden."""
 StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
@@ -72,7 +74,7 @@ class StructuredOutputs(Fields):
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = Field(None, min_length=1, max_length=256)
+    choice: Items[str] | None = Field(None, min_length=1, max_length=256)
     grammar: str | None = None
     json_object: Literal[True] | None = None
 
@@ -114,16 +116,23 @@ class SamplingFields(Body):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, le=1)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] = []
-    stop_token_ids: list[int] = Field([], max_length=MOST_STOPS)
+    stop: StopString | Annotated[Items[StopString], Field(max_length=MOST_STOPS)] = []
+    stop_token_ids: Items[int] = Field([], max_length=MOST_STOPS)
     min_tokens: int = Field(0, ge=0)
-    bad_words: list[StopString] = Field([], max_length=64)
-    logit_bias: dict[str, float] = Field({}, max_length=1024)
+    bad_words: Items[StopString] = Field([], max_length=64)
+    logit_bias: dict[str, float] = {}
     repetition_penalty: float = Field(1.0, gt=0)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     response_format: ResponseFormat = ResponseFormat(type="text")
     structured_outputs: StructuredOutputs | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few(cls, biases: Any) -> Any:
+        if isinstance(biases, dict) and len(biases) > MOST_BIASES:
+            raise ValueError(f"{len(biases)} tokens; at most {MOST_BIASES}")
+        return biases
 
     @field_validator("logit_bias")
     @classmethod
@@ -215,3 +224,11 @@ def draw_number(seed: int | None) -> int:
         return seed
     digest = hashlib.blake2b(str(seed).encode(), digest_size=8).digest()
     return int.from_bytes(digest) % PROMPT_IDS
+
+
+def draw_numbers(seed: int | None, count: int) -> list[int]:
+    """Returns the prompt ids of the prompts of a request: the one of the seed for all of them, one
+    for each without a seed."""
+    if seed is not None:
+        return [draw_number(seed)] * count
+    return [draw_number(None) for _ in range(count)]

@@ -172,6 +172,11 @@ class Service:
             if not prompt.tokens:
                 raise invalid(param, f"prompt {number} has no tokens")
         longest = max(len(prompt.tokens) for prompt in prompts)
+        return self.check_length(longest, requested, param)
+
+    def check_length(self, longest: int, requested: int | None, param: str) -> int:
+        """Returns the most tokens of each completion as `max_tokens`. longest: tokens of the
+        longest prompt. Raises ApiError for too many."""
         left = self.max_length - longest
         if left < max(1, requested or 1):
             asked = "" if requested is None else f" and {requested} of the completion"
@@ -182,32 +187,38 @@ class Service:
             raise ApiError(400, message, param, "context_length_exceeded")
         return left if requested is None else requested
 
+    def check_count(self, completions: int) -> None:
+        """Raises ApiError for more completions of a request than the server can ever take."""
+        most = self._slots + self.limits.queue
+        if completions > most:
+            message = f"{completions} completions; the server takes at most {most} of a request"
+            raise ApiError(400, message, "prompt", "too_many_completions")
+
     def generation(
         self,
         prompts: Sequence[EncodedPrompt],
         params: SamplingParams,
-        draw: int,
+        draws: Sequence[int],
         *,
         model: str | None = None,
         special: bool = False,
     ) -> Generation:
         """Returns the completions of prompts, `params.n` of each, before they start.
 
-        draw: the prompt id of all prompts (`draw_number`), so equal prompts have equal completions.
+        draws: the prompt id of each prompt; equal prompts with equal ids have equal completions.
         model: the name that the client gives. special: special tokens are a part of the texts.
 
         Raises ApiError if the queue is full.
         """
         count = len(prompts) * params.n
-        if count > self._slots + self.limits.queue:
-            most = self._slots + self.limits.queue
-            message = f"{count} completions; the server takes at most {most} of a request"
-            raise ApiError(400, message, "prompt", "too_many_completions")
+        self.check_count(count)
         if max(0, self._completions + count - self._slots) > self.limits.queue:
             message = f"{self.waiting} completions wait already (--max-queue); try again later"
             raise ApiError(429, message, None, "queue_full")
         requests = [
-            prompt.request(params, draw, sample) for prompt in prompts for sample in range(params.n)
+            prompt.request(params, draw, sample)
+            for prompt, draw in zip(prompts, draws, strict=True)
+            for sample in range(params.n)
         ]
         for request in requests:
             request.adapter = model if model in self.adapters else None

@@ -18,6 +18,9 @@ import scipy.special
 from served import KEY, save_model, serving
 
 import policy
+from rl.serve import bodies
+from rl.serve.errors import ApiError
+from rl.serve.protocol.completions import CompletionBody
 from rl.serve.sampling import draw_number
 from rollout import Generator, SamplingParams
 from rollout.text.tokenizer import load_tokenizer
@@ -191,6 +194,10 @@ def test_without_a_seed_answers_differ(client):
         for _ in range(4)
     }
     assert len(answers) > 1
+    question = {"model": "tiny", "prompt": ["abc"] * 4, "max_tokens": 8}
+    assert len({each.text for each in client.completions.create(**question).choices}) > 1
+    seeded = client.completions.create(**question, seed=3).choices
+    assert len({each.text for each in seeded}) == 1
     assert draw_number(5) == 5
     assert draw_number(-1) != draw_number(1 << 70) != draw_number(1 << 71)
     assert draw_number(-1) == draw_number(-1)
@@ -307,6 +314,9 @@ RAW = {
     "nothing": (b"", 400),
     "not a number": (b'{"prompt": "a", "temperature": NaN}', 400),
     "infinite": (b'{"prompt": "a", "temperature": 1e999}', 400),
+    "infinite where it is ignored": (b'{"prompt": "a", "metadata": {"a": -1e999}}', 400),
+    "many prompts": (b'{"prompt": [' + b'"a",' * 100_000 + b'"a"]}', 400),
+    "a long prompt": (b'{"prompt": [' + b"7," * 100_000 + b"7]}", 400),
     "half a pair": (b'{"prompt": "\\ud800"}', 400),
     "no utf-8": (b'{"prompt": "\xff"}', 400),
     "deep": (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
@@ -322,6 +332,32 @@ def test_a_malformed_body_is_refused(server, case):
     answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers)
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [True] * 100_000},
+        {"prompt": [[True]] * 100_000},
+        {"prompt": "a", "stop": [True] * 100_000},
+        {"prompt": "a", "logit_bias": {f"a{n}": True for n in range(100_000)}},
+    ],
+    ids=["ids", "prompts", "stops", "biases"],
+)
+def test_the_errors_of_a_body_are_few(fields, monkeypatch):
+    """An error for each item of a list takes seconds and gigabytes."""
+    counts = []
+    first_error = bodies._first_error
+
+    def counted(error, body):
+        counts.append(error.error_count())
+        return first_error(error, body)
+
+    monkeypatch.setattr(bodies, "_first_error", counted)
+    with pytest.raises(ApiError) as caught:
+        CompletionBody.read(fields)
+    assert caught.value.status == 400
+    assert counts[0] < 10
 
 
 def send(server, path, body, extra=""):

@@ -1,8 +1,10 @@
 """Limits of `rl serve`, broken connections, and exact completions."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import socket
+import threading
 import time
 
 import openai
@@ -10,8 +12,11 @@ import pytest
 from served import KEY, save_model, serving
 
 import policy
+from rl.serve.engine_thread import EngineThread, Job
+from rl.serve.errors import ApiError
 from rl.serve.service import ServerLimits
 from rollout import Generator, GeneratorOptions, SamplingParams
+from rollout.request import Request
 from rollout.text.tokenizer import load_tokenizer
 
 LONG = {"prompt": "go", "max_tokens": 120, "logit_bias": {"2": -100}}
@@ -115,6 +120,65 @@ def test_a_failed_step_ends_a_stream_with_its_error(server, monkeypatch, capfd):
     assert "no device" in capfd.readouterr().err
     assert server.idle()
     assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["submit", "cancel", "collect"])
+def test_an_error_around_the_steps_ends_its_request_alone(server, monkeypatch, capfd, name):
+    call = getattr(server.generator, name, None)
+
+    def fail(argument):
+        if name == "cancel":
+            call(argument)
+        raise RuntimeError("no memory")
+
+    def fail_to_collect(job):
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patches:
+        if name != "submit":
+            patches.setattr(Job, "collect", fail_to_collect)
+        if name != "collect":
+            patches.setattr(server.generator, name, fail)
+        answer = server.post("/v1/completions", LONG)
+        assert answer.status_code == 500
+        assert "RuntimeError" in answer.json()["error"]["message"]
+    assert "no memory" in capfd.readouterr().err
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert server.idle()
+    assert server.get("/health").status_code == 200
+
+
+def test_a_thread_that_ends_is_seen_and_answered():
+    class Ended(BaseException):
+        pass
+
+    class Broken:
+        def submit(self, request):
+            raise Ended
+
+    async def ask():
+        jobs = [Job([Request((5,), SamplingParams())], exact=False) for _ in range(3)]
+        for job in jobs[:2]:
+            thread.submit(job)
+        thread.start()
+        for job in jobs:
+            if job is jobs[2]:
+                thread.submit(job)
+            with pytest.raises(ApiError, match="ended") as caught:
+                async for _ in job.updates():
+                    pass
+            assert caught.value.status == 500
+        with pytest.raises(ApiError):
+            await thread.call(lambda generator: generator)
+
+    thread = EngineThread(Broken())  # type: ignore[arg-type]
+    previous = threading.excepthook
+    threading.excepthook = lambda args: None
+    try:
+        asyncio.run(asyncio.wait_for(ask(), 20))
+    finally:
+        threading.excepthook = previous
+    assert thread.ended
 
 
 def test_exact_completions_are_those_of_training_to_the_last_bit(directory):

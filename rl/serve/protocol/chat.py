@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rl.serve.bodies import Fields, read_json
+from rl.serve.bodies import Fields, Items, read_json
 from rl.serve.errors import invalid
 from rl.serve.logprobs import chat_logprobs
 from rl.serve.protocol.conversations import Message
@@ -78,7 +78,7 @@ class ChatBody(SamplingFields):
         "add_special_tokens": (False,),
         "echo": (False,),
     }
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stream: bool = False
@@ -87,7 +87,7 @@ class ChatBody(SamplingFields):
     top_logprobs: int = Field(0, ge=0, le=MOST_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = {}
     return_token_ids: bool = False
-    tools: list[ToolDefinition] = Field([], max_length=128)
+    tools: Items[ToolDefinition] = Field([], max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
 
     @property

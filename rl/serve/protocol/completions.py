@@ -12,19 +12,19 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rl.serve.bodies import read_json
+from rl.serve.bodies import Items, read_json
 from rl.serve.errors import invalid
 from rl.serve.logprobs import LegacyLogprobs
 from rl.serve.protocol.chat import IGNORED, NEUTRAL, StreamOptions
 from rl.serve.protocol.sse import openai_events, while_connected
-from rl.serve.sampling import SamplingFields, check_tokens, draw_number
+from rl.serve.sampling import SamplingFields, check_tokens, draw_numbers
 from rl.serve.service import Generation, Service, TextUpdate, usage
 from rollout.generator import EncodedPrompt
 from rollout.text.chat import render_prompt
 from rollout.text.interface import Tokenizer
 from rollout.types import MOST_TOP_LOGPROBS
 
-Ids = Annotated[list[int], Field(min_length=1)]
+Ids = Annotated[Items[int], Field(min_length=1)]
 
 
 class CompletionBody(SamplingFields):
@@ -35,7 +35,7 @@ class CompletionBody(SamplingFields):
         "suffix": ("",),
         "add_special_tokens": (True,),
     }
-    prompt: str | Ids | list[str] | list[Ids]
+    prompt: str | Ids | Items[str] | Items[Ids]
     max_tokens: int = Field(16, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
@@ -59,6 +59,9 @@ async def completions(request: Request) -> Response:
     service.check_model(body.model)
     if not body.prompts:
         raise invalid("prompt", "the list has no prompts")
+    service.check_count(len(body.prompts))
+    longest = max(0 if isinstance(each, str) else len(each) for each in body.prompts)
+    service.check_length(longest, max(1, body.max_tokens), "prompt")
     prompts = await service.with_tokenizer(
         lambda tokenizer: [_encoded(tokenizer, prompt) for prompt in body.prompts],
         "prompt",
@@ -72,7 +75,8 @@ async def completions(request: Request) -> Response:
     scored = body.logprobs if body.echo else None
     params = replace(params, top_logprobs=body.logprobs, prompt_logprobs=scored)
     await service.check_params(params, body.constraint_field)
-    generation = service.generation(prompts, params, draw_number(body.seed), model=body.model)
+    draws = draw_numbers(body.seed, len(prompts))
+    generation = service.generation(prompts, params, draws, model=body.model)
     answer = _CompletionAnswer(service, body, generation)
     if body.stream:
         return openai_events(answer.events())

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rl.serve.bodies import Fields
+from rl.serve.bodies import Fields, Items
 from rl.serve.errors import invalid
 from rl.serve.pictures import Pictures, picture_of
 from rollout.generator import EncodedPrompt
@@ -81,9 +81,9 @@ class Message(Fields):
     (`refusal`, `annotations`) are accepted where they are empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: Items[ToolCall] = []
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: Literal[""] | None = None

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rl.serve.bodies import Body, Fields, read_json
+from rl.serve.bodies import Body, Fields, Items, read_json
 from rl.serve.protocol.conversations import (
     FunctionCall,
     ImagePart,
@@ -86,7 +86,7 @@ class ToolResultBlock(_Cached):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] = ""
+    content: str | Items[TextBlock] = ""
     is_error: bool = False
 
 
@@ -108,7 +108,7 @@ class AnthropicMessage(Fields):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[ContentBlock]
+    content: str | Items[ContentBlock]
 
 
 class AnthropicTool(_Cached):
@@ -157,9 +157,9 @@ class PromptBody(Body):
         "speed": ("standard",),
     }
     model: str | None = None
-    messages: list[AnthropicMessage] = Field(min_length=1)
-    system: str | list[TextBlock] = ""
-    tools: list[AnthropicTool] = Field([], max_length=128)
+    messages: Items[AnthropicMessage] = Field(min_length=1)
+    system: str | Items[TextBlock] = ""
+    tools: Items[AnthropicTool] = Field([], max_length=128)
     tool_choice: ToolChoice = ToolChoice(type="auto")
     output_config: OutputConfig = OutputConfig()
     output_format: OutputFormat | None = None
@@ -190,7 +190,7 @@ class MessagesBody(PromptBody):
     """The body of a request."""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[StopString] = Field([], max_length=16)
+    stop_sequences: Items[StopString] = Field([], max_length=16)
     stream: bool = False
     temperature: float = Field(1.0, ge=0, le=1)
     top_p: float = Field(1.0, gt=0, le=1)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rl.serve.errors import invalid
 from rl.serve.protocol.conversations import Message, check_messages, encode_messages
 from rl.serve.protocol.tools import CallReading, Reply, Said, reply_format
-from rl.serve.sampling import SamplingFields, draw_number
+from rl.serve.sampling import SamplingFields, draw_numbers
 from rl.serve.service import Generation, Service
 from rollout.calls.formats import ResponseTemplate
 from rollout.calls.grammars import call_constraint
@@ -72,9 +72,9 @@ async def answering(service: Service, question: Question) -> Answering:
     if rendered.expanded is not None:
         prompts = [await service.with_pictures(rendered.expanded)]
     reading = None if template is None else CallReading(template, rendered.prefix, tools)
-    draw = draw_number(question.sampling.seed)
+    draws = draw_numbers(question.sampling.seed, len(prompts))
     generation = service.generation(
-        prompts, params, draw, model=question.sampling.model, special=reading is not None
+        prompts, params, draws, model=question.sampling.model, special=reading is not None
     )
     replies = [reading.reply() if reading else Reply() for _ in range(params.n)]
     return Answering(generation, replies)

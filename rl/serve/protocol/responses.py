@@ -12,7 +12,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rl.serve.bodies import Fields, read_json
+from rl.serve.bodies import Fields, Items, read_json
 from rl.serve.protocol.chat import IGNORED
 from rl.serve.protocol.conversations import FunctionCall, InputImage, Message, TextPart, ToolCall
 from rl.serve.protocol.questions import Block, BlockAnswer, BlockEvent, Question, answering
@@ -35,7 +35,7 @@ class OutputText(Fields):
     type: Literal["output_text"]
     text: str
     annotations: Annotated[list[Any], Field(max_length=0)] = []
-    logprobs: list[Any] = []
+    logprobs: Items[Any] = []
 
 
 class MessageItem(_Item):
@@ -43,7 +43,7 @@ class MessageItem(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart | OutputText | InputImage]
+    content: str | Items[TextPart | OutputText | InputImage]
     phase: str | None = None
 
 
@@ -63,7 +63,7 @@ class ResultItem(_Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[TextPart]
+    output: str | Items[TextPart]
 
 
 class ReasoningText(Fields):
@@ -77,8 +77,8 @@ class ReasoningItem(_Item):
     """The reasoning of an earlier answer."""
 
     type: Literal["reasoning"]
-    summary: list[ReasoningText] = []
-    content: list[ReasoningText] = []
+    summary: Items[ReasoningText] = []
+    content: Items[ReasoningText] = []
 
 
 class ResponseTool(Fields):
@@ -143,11 +143,11 @@ class ResponsesBody(SamplingFields):
         "top_logprobs": (0,),
         "max_tool_calls": (),
     }
-    input: str | list[MessageItem | CallItem | ResultItem | ReasoningItem]
+    input: str | Items[MessageItem | CallItem | ResultItem | ReasoningItem]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     stream: bool = False
-    tools: list[ResponseTool] = Field([], max_length=128)
+    tools: Items[ResponseTool] = Field([], max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedResponseTool = "auto"
     text: TextOptions = TextOptions()
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from rl.serve.bodies import Body, read_json
+from rl.serve.bodies import Body, Items, read_json
 from rl.serve.errors import invalid
 from rl.serve.protocol.conversations import Message, check_messages, encode_messages
 from rl.serve.service import Service
@@ -22,7 +22,7 @@ class TokenizeBody(Body):
     neutral = {"add_generation_prompt": (True,)}
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Items[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -31,7 +31,7 @@ class DetokenizeBody(Body):
     """The body of `/detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 async def tokenize(request: Request) -> Response:
