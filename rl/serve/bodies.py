@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -104,7 +105,7 @@ def _problem(detail: ErrorDetails, body: dict[str, Any]) -> _Problem:
     param = ""
     depth = 0
     value: Any = body
-    for part, following in zip(detail["loc"], (*detail["loc"][1:], None), strict=True):
+    for part, following in zip_longest(detail["loc"], detail["loc"][1:]):
         if isinstance(value, list) and isinstance(part, int) and part < len(value):
             param += f"[{part}]"
             value = value[part]

@@ -15,6 +15,11 @@ BUILT_IN = sorted(registry._builtins())
 NEEDED_OPTIONS = {"regex_format": {"pattern": "x"}, "reward_model": {"source": "rm"}}
 
 
+def module_of(name):
+    """The module of a built-in reward."""
+    return importlib.import_module(rewards.load(name).__module__)
+
+
 def usable(name):
     """Skips a reward whose optional package is not installed here."""
     try:
@@ -53,9 +58,7 @@ def test_examples_hold_in_a_worker(name):
 def test_a_group_scores_as_its_completions_do_alone(name):
     usable(name)
     own = ("prompt", "completion", "score", "options", "max_new_tokens")
-    examples = [
-        e for e in importlib.import_module(f"rewards.{name}").EXAMPLES if "options" not in e
-    ]
+    examples = [e for e in module_of(name).EXAMPLES if "options" not in e]
     options = NEEDED_OPTIONS.get(name, {}) | ({"limit": 100} if name == "soft_overlong" else {})
     examples = examples or [{"prompt": "", "completion": text} for text in ("x", "y")]
     columns = {
@@ -75,7 +78,7 @@ def test_a_group_scores_as_its_completions_do_alone(name):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_it_is_documented_and_takes_the_texts(name):
     function = rewards.load(name)
-    module = importlib.import_module(f"rewards.{name}")
+    module = module_of(name)
     assert module.__doc__
     assert function.__doc__
     named = list(inspect.signature(function).parameters)
@@ -93,11 +96,7 @@ def test_it_is_documented_and_takes_the_texts(name):
 def test_a_completion_of_messages_scores_as_its_text(name):
     usable(name)
     example = next(
-        (
-            e
-            for e in importlib.import_module(f"rewards.{name}").EXAMPLES
-            if e["score"] not in (None, 0.0)
-        ),
+        (e for e in module_of(name).EXAMPLES if e["score"] not in (None, 0.0)),
         None,
     )
     options = example.get("options", {})

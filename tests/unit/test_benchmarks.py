@@ -276,7 +276,7 @@ def test_lora_compares_the_last_evaluations_of_runs(script, tmp_path, capsys):
     lora.main(options)
     rows = capsys.readouterr().out.splitlines()
     half = 12.71 * 0.2 / 2  # two seeds: the deviation is 0.2 / sqrt 2
-    expected = f"| 0.800 | 0.600 | 0.700 +- {half:.3f} | 30 |"
+    expected = f"| 0.800 | 0.600 | 0.700 +- {half:.3f} | 30 | 0.000 +- 0.000 |"
     assert rows[2] == f"| weights, rate 0.001 {expected}"
     assert rows[3] == f"| adapter of rank 32, rate 0.002 {expected}"
 

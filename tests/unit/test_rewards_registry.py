@@ -165,7 +165,7 @@ NUMBER = 3
         (
             "exact_anser",
             {},
-            "unknown reward 'exact_anser' .nearest: exact_answer; valid: .*numeric_answer",
+            "unknown reward 'exact_anser' .nearest: exact_answer",
         ),
         ("", {}, "a reward is named by text"),
         (None, {}, "a reward is named by text"),
