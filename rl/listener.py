@@ -43,6 +43,13 @@ def names_server(header: str, host: str) -> bool:
     return True
 
 
+def origin_names_server(origin: str, host: str) -> bool:
+    """Tells whether an Origin header names a server that listens on `host`, at any port. Browsers
+    send it with the requests of a page; a page without a place has the origin `null`."""
+    _, _, name = origin.partition("://")
+    return names_server(name, host)
+
+
 def read_token(file: str) -> str:
     """Returns the token in a file. Raises ConfigError if there is none, or a short one."""
     try:

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rl.listener import names_server
+from rl.listener import names_server, origin_names_server
 from rl.serve.errors import ApiError
 from rl.serve.protocol.chat import chat_completions
 from rl.serve.protocol.completions import completions
@@ -76,7 +76,7 @@ class _Guard:
         if scope["type"] != "http":
             return
         path = scope["path"]
-        refusal = self._refusal(path, dict(scope["headers"]))
+        refusal = self._refusal(scope["method"], path, dict(scope["headers"]))
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -93,21 +93,35 @@ class _Guard:
         finally:
             self._service.active -= 1
 
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+    def _refusal(self, method: str, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         if path in _OPEN:
             return None
         if self._token is None:
-            # A page of another site could name this address as its own (DNS rebinding).
-            name = headers.get(b"host", b"").decode("latin-1")
-            if not names_server(name, self._host):
-                message = "the Host header does not name this server"
-                return ApiError(403, message, None, "wrong_host")
+            if (refusal := _of_another_site(method, headers, self._host)) is not None:
+                return refusal
         elif not hmac.compare_digest(_key(headers), self._token):
             message = "wrong or missing key; send `Authorization: Bearer KEY`"
             return ApiError(401, message, None, "invalid_api_key")
         if self._service.draining:
             return ApiError(503, "the server ends; try another one", None, "draining")
         return None
+
+
+def _of_another_site(method: str, headers: dict[bytes, bytes], host: str) -> ApiError | None:
+    """Returns the refusal of a request that a page of another site may have sent from a browser of
+    this machine, to a server without a key."""
+    # Such a page could name this address as its own (DNS rebinding).
+    if not names_server(headers.get(b"host", b"").decode("latin-1"), host):
+        return ApiError(403, "the Host header does not name this server", None, "wrong_host")
+    origin = headers.get(b"origin")
+    if origin is not None and not origin_names_server(origin.decode("latin-1"), host):
+        return ApiError(403, "the Origin header names another site", None, "wrong_origin")
+    # Browsers send other types to any server, and ask before they send JSON to another one.
+    kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0]
+    if method == "POST" and kind.strip().lower() != "application/json":
+        message = "without a key a request needs the header `content-type: application/json`"
+        return ApiError(415, message, None, "wrong_content_type")
+    return None
 
 
 def _key(headers: dict[bytes, bytes]) -> bytes:

@@ -143,6 +143,8 @@ class Service:
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._encoding, function, self._encoder)
+        except RecursionError:
+            raise invalid(param, "nested too deep") from None
         except ValueError as error:
             raise invalid(param, str(error)) from None
 
@@ -159,6 +161,8 @@ class Service:
         check = self._generator.engine.check_params
         try:
             await asyncio.get_running_loop().run_in_executor(self._encoding, check, params)
+        except RecursionError:
+            raise invalid(param, "nested too deep") from None
         except ValueError as error:
             raise invalid(param, str(error)) from None
 

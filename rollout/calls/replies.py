@@ -144,6 +144,7 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(constant)
 
 
+_MOST_UNIONS = 16
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
     "string": str,
     "integer": int,
@@ -160,9 +161,11 @@ def checked_arguments(
 ) -> tuple[dict[str, Any], str]:
     """Returns (arguments with texts cast to the types of a JSON schema, what is wrong with them or
     ""). Checked are the required names and the types of the arguments themselves, not of what they
-    hold."""
-    properties = schema.get("properties") or {}
-    missing = [name for name in schema.get("required") or () if name not in arguments]
+    hold. What is no JSON schema restricts nothing."""
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    required = [name for name in _list(schema.get("required")) if isinstance(name, str)]
+    missing = [name for name in required if name not in arguments]
     if missing:
         return dict(arguments), f"the argument {missing[0]} is missing"
     cast = {}
@@ -174,18 +177,23 @@ def checked_arguments(
     return cast, ""
 
 
-def _types_of(schema: Any) -> list[str]:
-    """Returns the types that a schema allows; none: any."""
-    if not isinstance(schema, dict):
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _types_of(schema: Any, unions: int = _MOST_UNIONS) -> list[str]:
+    """Returns the types that a schema allows; none: any. unions: how many inside of each other are
+    read."""
+    if not isinstance(schema, dict) or unions < 0:
         return []
     named = schema.get("type")
-    types: list[str] = [named] if isinstance(named, str) else list(named or ())
+    types = [named] if isinstance(named, str) else list(_list(named))
     for union in ("anyOf", "oneOf"):
-        for each in schema.get(union) or ():
-            types += _types_of(each)
+        for each in _list(schema.get(union)):
+            types += _types_of(each, unions - 1)
     if types and schema.get("nullable"):
         types.append("null")
-    return [each for each in types if each in _TYPES]
+    return [each for each in types if isinstance(each, str) and each in _TYPES]
 
 
 def _is(value: Any, kind: str) -> bool:

@@ -330,7 +330,7 @@ def _in_parts(messages: Messages) -> list[dict[str, Any]]:
     return [{**message, "content": parts(message["content"])} for message in messages]
 
 
-def with_variables(tokenizer: Tokenizer, **variables: object) -> Tokenizer:
+def with_variables(tokenizer: Tokenizer, /, **variables: object) -> Tokenizer:
     """Returns the tokenizer with variables of its chat template, such as `tools`, besides those
     that it has."""
     return with_variables_alone(tokenizer, {**_variables(tokenizer), **variables})

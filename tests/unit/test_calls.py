@@ -8,7 +8,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from rollout.calls import formats
 from rollout.calls.formats import response_template
-from rollout.calls.replies import Call, ReplyReader, ReplyText
+from rollout.calls.replies import Call, ReplyReader, ReplyText, checked_arguments
 
 TOOLS = [
     {
@@ -206,3 +206,30 @@ def test_a_response_template_of_the_tokenizer_comes_first():
     named.response_template = {"fields": {}}
     assert response_template(named) is named.response_template
     assert response_template(Named("{{ messages }}")) is None
+
+
+def nested(depth):
+    schema = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"anyOf": [schema, 7]}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"required": 5},
+        {"required": [["a"], 1]},
+        {"properties": [1]},
+        {"properties": {"a": {"type": 5}}},
+        {"properties": {"a": {"type": [5, {}], "anyOf": 3, "oneOf": [None]}}},
+        {"properties": {"a": nested(5_000)}},
+    ],
+    ids=["required", "names", "properties", "type", "types", "deep"],
+)
+def test_what_is_no_schema_restricts_nothing(schema):
+    assert checked_arguments({"a": "1"}, schema) == ({"a": "1"}, "")
+
+
+def test_types_inside_of_unions_are_read():
+    assert checked_arguments({"a": "1"}, {"properties": {"a": nested(3)}}) == ({"a": 1}, "")

@@ -1,5 +1,6 @@
 """`rl serve`: the endpoints of OpenAI, over a small model in this process."""
 
+import asyncio
 import concurrent.futures
 import json
 import os
@@ -19,6 +20,7 @@ from served import KEY, save_model, serving
 
 import policy
 from rl.serve import bodies
+from rl.serve.app import application
 from rl.serve.errors import ApiError
 from rl.serve.protocol.completions import CompletionBody
 from rl.serve.sampling import draw_number
@@ -295,6 +297,40 @@ def test_only_the_key_opens_the_server(server):
         wrong.models.list()
     other = httpx.get(f"{server.url}/v1/models", headers={"x-api-key": KEY})
     assert other.status_code == 200
+
+
+OTHERS = {
+    "itself": ({"origin": "http://localhost:8000"}, 200),
+    "with a charset": ({"content-type": "Application/JSON; charset=utf-8"}, 200),
+    "another site": ({"origin": "https://evil.example"}, 403),
+    "a name like it": ({"origin": "http://127.0.0.1.evil.example"}, 403),
+    "a page without a place": ({"origin": "null"}, 403),
+    "a form": ({"content-type": "text/plain"}, 415),
+    "no type": ({"content-type": ""}, 415),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_without_a_key_pages_of_other_sites_get_no_answer(server, case):
+    headers, status = OTHERS[case]
+    transport = httpx.ASGITransport(application(server.service, "127.0.0.1", None))
+
+    async def post():
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            body = json.dumps({"prompt": "a"})
+            kinds = {"content-type": "application/json"} | headers
+            return await client.post("/tokenize", content=body, headers=kinds)
+
+    assert asyncio.run(post()).status_code == status
+
+
+def test_what_is_nested_too_deep_or_named_oddly_is_no_error_of_the_server(server):
+    odd = CHAT | {"chat_template_kwargs": {"tokenizer": 1}}
+    assert server.post("/v1/chat/completions", odd).status_code == 200
+    function = {"name": "f", "arguments": "[" * 100_000}
+    turn = {"role": "assistant", "tool_calls": [{"function": function}]}
+    deep = CHAT | {"messages": [*CHAT["messages"], turn, CHAT["messages"][0]]}
+    assert server.post("/v1/chat/completions", deep).status_code == 200
 
 
 def test_texts_become_tokens_and_back(server):

@@ -220,3 +220,17 @@ def test_errors_have_the_form_of_anthropic(server):
             model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=2
         )
     assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_a_failed_stream_of_responses_ends_with_its_error(server, monkeypatch, capfd):
+    def fail():
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(server.generator.engine, "collect", fail)
+    stream = openai_client(server).responses.create(model="tiny", input="hi", stream=True)
+    events = list(stream)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1]
+    assert isinstance(last, openai.types.responses.ResponseErrorEvent)
+    assert "RuntimeError" in last.message and last.param is None
+    assert "no device" in capfd.readouterr().err

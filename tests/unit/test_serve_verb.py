@@ -47,6 +47,8 @@ def test_a_port_in_use_ends_the_verb_before_the_model_is_read(tmp_path, capsys):
 
 def test_other_refusals(directory, capsys):
     assert serve(directory, "--slots", 0) == 2
+    assert serve(directory, "--max-body-mb", "inf") == 2
+    assert "--max-body-mb" in capsys.readouterr().err
     assert serve(directory, "--port", 0, "--chat-template", "none.jinja") == 2
     assert serve(directory / "none", "--port", 0) == 4
     assert "none" in capsys.readouterr().err

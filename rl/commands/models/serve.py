@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -169,6 +170,8 @@ def _check(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name)
         if not value >= number:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {number}")
+    if math.isinf(arguments.max_body_mb):
+        raise ConfigError("--max-body-mb inf: must be a number of megabytes, such as 64")
 
 
 @dataclass(frozen=True)

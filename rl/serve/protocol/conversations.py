@@ -143,7 +143,7 @@ def for_template(message: Message, tokenizer: Tokenizer) -> dict[str, Any]:
 def _call_for_template(call: ToolCall) -> dict[str, Any]:
     try:
         arguments = json.loads(call.function.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         arguments = call.function.arguments
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rl.serve.bodies import Fields, Items, read_json
+from rl.serve.errors import ApiError
 from rl.serve.protocol.chat import IGNORED
 from rl.serve.protocol.conversations import FunctionCall, InputImage, Message, TextPart, ToolCall
 from rl.serve.protocol.questions import Block, BlockAnswer, BlockEvent, Question, answering
@@ -263,11 +264,16 @@ class _ResponsesAnswer:
         return self._response()
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Yields the answer in pieces, which are numbered."""
+        """Yields the answer in pieces, which are numbered. The last one of an answer that failed is
+        its error."""
         number = 0
-        async for event in self._unnumbered():
-            yield {**event, "sequence_number": number}
-            number += 1
+        try:
+            async for event in self._unnumbered():
+                yield {**event, "sequence_number": number}
+                number += 1
+        except ApiError as error:
+            fields = {"code": error.code, "message": error.message, "param": error.param}
+            yield {"type": "error", **fields, "sequence_number": number}
 
     async def _unnumbered(self) -> AsyncIterator[dict[str, Any]]:
         yield {"type": "response.created", "response": self._response()}

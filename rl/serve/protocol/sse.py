@@ -38,7 +38,7 @@ def openai_events(events: AsyncIterator[JsonObject]) -> StreamingResponse:
 
 def named_events(events: AsyncIterator[JsonObject]) -> StreamingResponse:
     """Returns events with the field `type` as their names, as Anthropic and the Responses API
-    stream them. An error has the form of Anthropic in both."""
+    stream them. An error has the form of Anthropic; Responses have events of their own for it."""
 
     async def lines() -> AsyncIterator[str]:
         try:
