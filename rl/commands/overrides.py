@@ -1,9 +1,22 @@
-"""Turns options that are keys of the configuration (`--steps 3`) into the overrides to write
-(`stages.0.steps=3`)."""
+"""Files and overrides on the command line. Turns options that are keys of the configuration
+(`--steps 3`) into the overrides to write (`stages.0.steps=3`)."""
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Sequence
+
+
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """Adds the files of a configuration and its overrides, as `config`."""
+    parser.add_argument(
+        "config",
+        nargs="+",
+        type=os.path.expanduser,
+        metavar="CONFIG | key=value",
+        help="files first, then overrides",
+    )
 
 
 def overrides_of(argv: Sequence[str], unknown: Sequence[str]) -> list[str]:

@@ -163,12 +163,27 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         metavar="P",
         help="draw from tokens at least P times as likely as the likeliest",
     )
+    add_stop(parser)
+
+
+def add_stop(parser: argparse.ArgumentParser) -> None:
+    """Adds --stop."""
     parser.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
         help="ends a completion; may be given several times",
+    )
+
+
+def add_platform(parser: argparse.ArgumentParser) -> None:
+    """Adds --platform."""
+    parser.add_argument(
+        "--platform",
+        choices=("auto", "cpu", "tpu", "gpu"),
+        default="auto",
+        help="platform of jax (auto)",
     )
 
 
@@ -244,12 +259,7 @@ def add_computation(parser: argparse.ArgumentParser) -> None:
         help="variables of the chat template, e.g. '{enable_thinking: false}' (of a run: those "
         "that it was trained with)",
     )
-    parser.add_argument(
-        "--platform",
-        choices=("auto", "cpu", "tpu", "gpu"),
-        default="auto",
-        help="platform of jax (auto)",
-    )
+    add_platform(parser)
 
 
 def _seed(text: str) -> int:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
+from rl.commands.overrides import add_files
 from rl.commands.train import split_arguments
 
 SUMMARY = "write a teacher's likeliest tokens for the rows of a distill stage"
@@ -19,13 +19,7 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument(
-        "config",
-        nargs="+",
-        type=os.path.expanduser,
-        metavar="CONFIG | key=value",
-        help="files first, then overrides",
-    )
+    add_files(parser)
     parser.add_argument(
         "--output",
         required=True,

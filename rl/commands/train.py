@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from rewards.text import quoted
 from rl.commands.environment import choose_platform, use_program_cache
 from rl.commands.exits import run_guarded
+from rl.commands.overrides import add_files
 from rl.errors import ConfigError, DuetError, ResourceError, disk_room, no_room
 
 if TYPE_CHECKING:
@@ -33,13 +34,7 @@ which is continued. Several are merged from left to right; key=value overrides c
 
 def add_configuration(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name a configuration, and --check."""
-    parser.add_argument(
-        "config",
-        nargs="+",
-        type=os.path.expanduser,
-        metavar="CONFIG | key=value",
-        help="files first, then overrides",
-    )
+    add_files(parser)
     parser.add_argument(
         "--check",
         action="store_true",

@@ -69,7 +69,7 @@ def test_reinforce_with_older_names():
     assert (stage.optimizer.beta2, stage.optimizer.learning_rate) == (0.95, 1e-6)
     assert config.max_length == 1024 + 8192 and config.data.chat
     assert config.rewards.functions[0].options == {
-        "function": "/work/examples/python/math_reward_func.py:reward_func",
+        "function": "/openrlhf/examples/python/math_reward_func.py:reward_func",
         "label": "label",
     }
     assert (config.evaluation.samples, config.evaluation.every) == (4, 5)

@@ -136,13 +136,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens of a completion (as the task says; --data: 256)",
     )
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="ends a completion; may be given several times",
-    )
+    sampled_model.add_stop(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

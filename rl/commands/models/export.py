@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from rl.commands import environment
+from rl.commands import environment, sampled_model
 
 SUMMARY = "write a checkpoint or a model as a directory of its own"
 DESCRIPTION = (
@@ -84,12 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replace DIR if `rl export` wrote it; with --push: add a commit to a repository that "
         "has files",
     )
-    parser.add_argument(
-        "--platform",
-        choices=("auto", "cpu", "tpu", "gpu"),
-        default="auto",
-        help="platform of jax (auto)",
-    )
+    sampled_model.add_platform(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
+from rl.commands.overrides import add_files
 from rl.commands.train import split_arguments
 
 SUMMARY = "show the rows of a run token by token, and check template, data and rewards"
@@ -21,13 +21,7 @@ DESCRIPTION = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument(
-        "config",
-        nargs="+",
-        type=os.path.expanduser,
-        metavar="CONFIG | key=value",
-        help="files first, then overrides",
-    )
+    add_files(parser)
     parser.add_argument("--stage", metavar="NAME", help="only this stage, e.g. sft or grpo-2")
     parser.add_argument("--rows", type=int, default=3, metavar="N", help="rows shown per stage (3)")
     parser.add_argument(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
+from rl.commands.overrides import add_files
 from rl.commands.train import split_arguments
 
 SUMMARY = "files that start a run on a cluster"
@@ -27,13 +27,7 @@ _TOPOLOGY = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument("kind", metavar="KIND", help="jobset, xpk, tpu-vm, slurm or sky")
-    parser.add_argument(
-        "config",
-        nargs="+",
-        type=os.path.expanduser,
-        metavar="CONFIG | key=value",
-        help="files first, then overrides",
-    )
+    add_files(parser)
     parser.add_argument("--topology", required=True, help=_TOPOLOGY)
     parser.add_argument(
         "-o",
