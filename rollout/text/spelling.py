@@ -8,6 +8,7 @@ prompt, so neither must happen to it: prompt and completion together are what th
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,12 @@ _PROBES = ("a", "0", ".")
 _BEFORE = ("\n", "=", "a", "0")
 """Texts to encode in front of another one. A line break is a token of its own in vocabularies of
 SentencePiece."""
+
+INCOMPLETE = "\ufffd"
+"""What decoders write for the first bytes of a character."""
+_LONG_OPEN = 64  # bytes in a row, after which complete characters are closed
+_LONGEST_OPEN = 256
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def encode_after(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -46,6 +53,66 @@ def decode_after(
     before = tokenizer.decode(anchor, skip_special_tokens=skip_special_tokens)
     text = tokenizer.decode([*anchor, *ids], skip_special_tokens=skip_special_tokens)
     return text.removeprefix(before)
+
+
+class GrowingText:
+    """The text of tokens that follow others and that come one after the other.
+
+    Only the tokens whose text is open are decoded again. A token closes the text if no character is
+    incomplete after it and it is no byte of its own (`<0x0A>`): a decoder reads neighbouring bytes
+    at once, and writes none of them as it should where one is wrong. So the pieces add up to the
+    text of all tokens, however they are divided. What stays open for long is closed too: a text of
+    wrong bytes alone would be decoded again and again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = False):
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._closes = not _cleans_up(tokenizer)
+        self._before: list[int] = []  # the tokens that were closed last
+        self._open: list[int] = []
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Returns the text that these tokens close."""
+        text = ""
+        for token in tokens if self._closes else ():
+            self._open.append(token)
+            byte = is_byte(self._tokenizer, token)
+            if byte and len(self._open) < _LONG_OPEN:
+                continue
+            piece = self._text()
+            if not piece.endswith(INCOMPLETE) or len(self._open) >= _LONGEST_OPEN:
+                text += piece
+                self._before, self._open = [] if byte else self._open, []
+        if not self._closes:
+            self._open += tokens
+        return text
+
+    def finish(self) -> str:
+        """Returns the rest of the text."""
+        text = self._text() if self._open else ""
+        self._before, self._open = self._open, []
+        return text
+
+    def _text(self) -> str:
+        """Returns the text of the open tokens."""
+        before = decode_after(self._tokenizer, self._before, self._skip)
+        both = decode_after(self._tokenizer, [*self._before, *self._open], self._skip)
+        return both[len(before) :]
+
+
+def is_byte(tokenizer: Tokenizer, token: int) -> bool:
+    """Whether a token is one byte, written as `<0x0A>`."""
+    name = tokenizer.convert_ids_to_tokens(token)
+    return name is not None and _BYTE_TOKEN.fullmatch(name) is not None
+
+
+def _cleans_up(tokenizer: Tokenizer) -> bool:
+    """Whether a token may take a blank out of the text before it. transformers does that for no
+    vocabulary of BPE."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    is_bpe = type(getattr(backend, "model", None)).__name__ == "BPE"
+    return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False)) and not is_bpe
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollout.text.interface import Tokenizer
-from rollout.text.spelling import decode_after, encode_after
+from rollout.text.spelling import INCOMPLETE, decode_after, encode_after, is_byte
 
 if TYPE_CHECKING:
     from tokenizers import decoders, models, pre_tokenizers
 
+_MOST_CUT = 4  # tokens of a character that are left of a stop string, and a margin
 SPECIALS = (
     "<pad>",
     "<bos>",
@@ -172,18 +173,34 @@ def first_stop(
 ) -> int | None:
     """Returns the number of tokens up to the one, after the first `before` and the first
     `min_tokens`, that completes a string of `stop`; None if none does."""
+    if len(tokens) <= min_tokens or not stop:
+        return None
+    start = _search_start(tokenizer, tokens, before, max(len(each.encode()) for each in stop))
+    start = start if start >= min_tokens else 0
     # Where the last characters of the first tokens are not complete, the search begins before them.
     skipped = (
-        len(decode_after(tokenizer, tokens[:min_tokens]).rstrip("\ufffd")) if min_tokens else 0
+        len(decode_after(tokenizer, tokens[:min_tokens]).rstrip(INCOMPLETE))
+        if min_tokens and not start
+        else 0
     )
 
     def has_stop(end: int) -> bool:
-        text = decode_after(tokenizer, tokens[:end])
+        text = decode_after(tokenizer, tokens[start:end])
         return any(text.find(s, max(0, skipped + 1 - len(s))) >= 0 for s in stop)
 
-    if len(tokens) <= min_tokens or not has_stop(len(tokens)):
+    if not has_stop(len(tokens)):
         return None
     return next(end for end in range(max(before, min_tokens) + 1, len(tokens) + 1) if has_stop(end))
+
+
+def _search_start(tokenizer: Tokenizer, tokens: list[int], before: int, length: int) -> int:
+    """Returns the token where the search for a string of `length` bytes begins, which ends behind
+    the first `before` tokens. Each token has a byte or more, and decoders read neighbouring tokens
+    of bytes at once."""
+    start = max(0, before - length - _MOST_CUT)
+    while start and is_byte(tokenizer, tokens[start]):
+        start -= 1
+    return start
 
 
 def bad_word_tokens(tokenizer: Tokenizer, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

@@ -1,6 +1,8 @@
 """Prompt and completion together are what their tokens spell, for each form of tokenizer, in both
 directions."""
 
+import random
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -10,7 +12,7 @@ from rl.data.inspect.template_checks import end_of_turn
 from rollout.media import processors
 from rollout.media.processor import MediaError
 from rollout.text.chat import encode_answer, encode_completion, render_prompt
-from rollout.text.spelling import decode_after, encode_after
+from rollout.text.spelling import GrowingText, decode_after, encode_after
 from rollout.text.tokenizer import first_stop, load_tokenizer
 
 LETTERS = '\n !"+,-.0123456789=?Aabcdehilnorstuwxyz'
@@ -123,6 +125,54 @@ def test_a_completion_keeps_its_first_space(tokenizer, answer):
     prompt = tokenizer.encode("2+2=")
     both = tokenizer.decode([*prompt, *ids], skip_special_tokens=True)
     assert both == tokenizer.decode(prompt, skip_special_tokens=True) + decode_after(tokenizer, ids)
+
+
+def test_a_text_that_grows_is_that_of_all_tokens(tokenizer, monkeypatch):
+    rng = random.Random(0)
+    words = encode_after(tokenizer, " 4 is the answer, \u20ac and \U0001f40b ")
+    for _ in range(30):
+        noise = [rng.choice([rng.randrange(3, 262), *words]) for _ in range(rng.randrange(12))]
+        tokens = rng.choice([noise, words]) + words + noise + words
+        text = GrowingText(tokenizer)
+        pieces = []
+        left = list(tokens)
+        while left:
+            size = rng.randrange(1, 6)
+            pieces.append(text.add(left[:size]))
+            left = left[size:]
+        assert "".join([*pieces, text.finish()]) == decode_after(tokenizer, tokens)
+    most = []
+    decode = type(tokenizer).decode
+    monkeypatch.setattr(
+        type(tokenizer),
+        "decode",
+        lambda self, ids, **more: most.append(len(ids)) or decode(self, ids, **more),
+    )
+    text = GrowingText(tokenizer)
+    for _ in range(200):
+        text.add(words)
+    assert max(most) < 4 * len(words)
+    most.clear()
+    for _ in range(3000):
+        text.add([5])  # a byte that no character has
+    assert max(most) < 1000
+
+
+def test_a_stop_is_searched_in_the_last_tokens_only(tokenizer, monkeypatch):
+    tokens = encode_after(tokenizer, " 4 is the answer, and ") * 50
+    end = encode_after(tokenizer, "dear")
+    expected = len(tokens) + len(end)
+    most = []
+    decode = type(tokenizer).decode
+    monkeypatch.setattr(
+        type(tokenizer),
+        "decode",
+        lambda self, ids, **more: most.append(len(ids)) or decode(self, ids, **more),
+    )
+    assert first_stop(tokenizer, [*tokens, *end], len(tokens), ("d dear", "x")) == expected
+    assert first_stop(tokenizer, [*tokens, *end], len(tokens) + 1, ("dear",), 7) == expected
+    assert first_stop(tokenizer, [*tokens, *end], len(tokens), ("dearest",)) is None
+    assert max(most) < 40
 
 
 def test_a_string_that_stops_may_begin_with_a_space(tokenizer):
