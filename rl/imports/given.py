@@ -44,7 +44,8 @@ class Syntax:
     name. form: `dotted` (a.b=1, nested files are the same keys) or `flags` (--a.b 1). nested:
     whether a mapping in a file is a section; else it is a value. files: flags or keys that name
     further files, which are read first, and file: what a word is that names one. shipped: names of
-    files with the framework's own defaults, which are not read.
+    files with the framework's own defaults, which are not read. helpers: programs of the framework
+    that start no training.
     """
 
     framework: str
@@ -54,6 +55,7 @@ class Syntax:
     files: tuple[str, ...] = ()
     file: re.Pattern[str] | None = None
     shipped: frozenset[str] = frozenset()
+    helpers: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -124,6 +126,11 @@ def _as_flags(overrides: Sequence[shell.Text]) -> list[shell.Text]:
 
 def read_file(path: Path, syntax: Syntax, environment: Mapping[str, str]) -> Given:
     """Reads one file, and the files that its command line names. Raises as `read`."""
+    if path.suffix.lower() in (".py", ".ipynb"):
+        raise ConfigError(
+            f"{path}: code of Python is not read; write its arguments to a YAML file, or after the "
+            f"program in a script of a shell: KEY=VALUE or --KEY VALUE of {syntax.framework}"
+        )
     text = _text(path)
     if path.suffix.lower() in (".yaml", ".yml", ".json") or _is_mapping(text, path):
         return Given(_configuration(text, path, syntax))
@@ -213,7 +220,7 @@ def _command(text: str, path: Path, syntax: Syntax, environment: Mapping[str, st
         (words, place)
         for words in shell.commands(text, path.name, environment)
         for place in [_program_at(words, syntax)]
-        if place is not None
+        if place is not None and _program(words, place, syntax) not in syntax.helpers
     ]
     if not starts:
         raise ConfigError(
@@ -227,13 +234,20 @@ def _command(text: str, path: Path, syntax: Syntax, environment: Mapping[str, st
         )
     words, place = starts[0]
     given = _keys(words[place + 1 :], syntax, path.name)
-    match = syntax.program.search(words[place].text)
-    assert match is not None
-    given.program = next(filter(None, match.groups()), "") if match.groups() else match[0]
-    if "" in match.groups() and given.positional:  # `trl grpo`: the program is the next word
-        given.program = str(given.positional.pop(0).value)
+    given.program = _program(words, place, syntax)
+    if given.positional and given.positional[0].value == given.program:
+        given.positional.pop(0)
     given.launcher = _keys(words[:place], replace(syntax, form="flags"), path.name).words
     return given
+
+
+def _program(words: Sequence[shell.Text], place: int, syntax: Syntax) -> str:
+    """Returns the name of the program that a command starts with its word at `place`."""
+    match = syntax.program.search(words[place].text)
+    assert match is not None
+    if "" in match.groups() and place + 1 < len(words):  # `trl grpo`: it is the next word
+        return words[place + 1].text
+    return next(filter(None, match.groups()), "") if match.groups() else match[0]
 
 
 def _program_at(words: Sequence[shell.Text], syntax: Syntax) -> int | None:

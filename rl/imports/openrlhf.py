@@ -13,6 +13,7 @@ from rl.imports.shared import (
     ALGORITHM,
     NO_K1,
     OPTIMIZER,
+    SAMPLING,
     STAGE,
     exact_quotient,
     names_of,
@@ -29,7 +30,7 @@ from rl.imports.tables.openrlhf import OLDER, OLDER_OFFLINE, TABLES
 NAME = "OpenRLHF 0.11"
 SYNTAX = Syntax(
     framework="OpenRLHF",
-    program=re.compile(r"(?:^|[/.])(train_(?:ppo_ray|sft|dpo|rm|kto|kd|prm))(?:\.py)?$"),
+    program=re.compile(r"(?:^|[/.])(train_(?:ppo_ray|es_ray|sft|dpo|rm|kto|kd|opd|prm))(?:\.py)?$"),
     form="flags",
 )
 OPENRLHF_REWARD = "rewards.foreign.openrlhf:reward_func"
@@ -62,6 +63,8 @@ def convert(draft: Draft) -> None:
     _run(draft)
     if program == "train_ppo_ray":
         _reinforce(draft)
+    elif program == "train_opd":
+        _distill_on_policy(draft)
     else:
         _offline(draft, program)
     draft.rest()
@@ -135,6 +138,39 @@ def _reinforce(draft: Draft) -> None:
     _algorithm(draft, updates)
     _rewards(draft)
     _evaluation(draft)
+
+
+def _distill_on_policy(draft: Draft) -> None:
+    """Writes a stage that learns from a teacher at the tokens of its own completions."""
+    _source(draft, "model.model_name_or_path")
+    _teacher(draft, "teacher.model_name_or_path")
+    draft.put(f"{STAGE}.prompts_per_step", draft.integer("train.batch_size"), "train.batch_size")
+    draft.put(f"{STAGE}.samples_per_prompt", 1, note="OpenRLHF draws one completion of a prompt")
+    put_steps(draft, "", "train.max_epochs")
+    put_lengths(draft, "generate.max_new_tokens", "data.prompt_max_len")
+    _data(draft, "data.prompt_dataset", "data.prompt_probs", "data.prompt_split")
+    _columns(draft, {"data.input_key": "prompt"})
+    _optimizer(draft, "", OPTIMIZER, 1)
+    _divergence(draft)
+
+
+def _divergence(draft: Draft) -> None:
+    likeliest, softmax, sampling = "opd.topk", "opd.kd_temperature", "generate.temperature"
+    temperature = draft.number(sampling)
+    draft.put(f"{SAMPLING}.temperature", temperature, sampling)
+    if draft.integer(likeliest):
+        draft.put(f"{ALGORITHM}.name", "gkd", likeliest)
+        draft.put(f"{ALGORITHM}.divergence", "reverse", likeliest)
+        draft.put(f"{ALGORITHM}.temperature", draft.number(softmax), softmax)
+        why = "Duet compares all tokens, not the likeliest of the policy; `gkd` is written"
+        draft.refuse(likeliest, why=why)
+        return
+    draft.put(f"{ALGORITHM}.name", "opd", likeliest)
+    draft.put(f"{ALGORITHM}.aggregation", "token", note="of OpenRLHF")
+    draft.same(softmax, note="only of opd.topk")
+    if temperature != 1:
+        note = "Duet compares policy and teacher at this temperature, OpenRLHF at 1"
+        draft.change(sampling, note=note)
 
 
 def _batches(draft: Draft) -> int:
@@ -522,13 +558,16 @@ def _kto(draft: Draft) -> None:
 def _distill(draft: Draft) -> None:
     draft.put(f"{ALGORITHM}.name", "distill")
     draft.put(f"{ALGORITHM}.alpha", draft.number("model.kd_coef"), "model.kd_coef")
-    teacher = draft.text("model.teacher_model")
-    if teacher:
-        draft.put("teacher.source", teacher, "model.teacher_model")
+    _teacher(draft, "model.teacher_model")
+    _demonstrations(draft)
+
+
+def _teacher(draft: Draft, key: str) -> None:
+    if teacher := draft.text(key):
+        draft.put("teacher.source", teacher, key)
     else:
         draft.put("teacher.source", "qwen3-0.6b", note="change: the teacher of the other run")
         draft.task("teacher.source: name the teacher")
-    _demonstrations(draft)
 
 
 _OFFLINE = {

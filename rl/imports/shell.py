@@ -1,8 +1,8 @@
 """Reads a script of a shell without running it: the commands, with the values of their variables.
 
 It knows what scripts that start a training have: quotes, comments, continued lines, variables with
-defaults, arrays, integers in `$(( ))`, documents after `<<`, and branches that compare texts and
-numbers. Of a branch that depends on something else, and in a loop, an assignment gives a variable a
+defaults, arrays, integers in `$(( ))`, documents after `<<`, texts that `bash -c` runs, and
+branches that compare texts and numbers. Of a branch that depends on something else, and in a loop, an assignment gives a variable a
 value only if it has none. What another program would have to compute (`$(date)`) and arguments of
 the script stay in the text and are named in `Text.unresolved`.
 """
@@ -13,7 +13,8 @@ import ast
 import fnmatch
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,6 +50,8 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
 }
 _LARGEST = 2**63
+_SHELL = re.compile(r"(?:.*/)?(?:ba|z|da)?sh")
+_RUNS_TEXT = re.compile(r"-[a-z]*c")
 
 
 @dataclass(frozen=True)
@@ -109,23 +112,38 @@ def commands(text: str, name: str, environment: Mapping[str, str]) -> list[list[
     environment: variables that the script does not set; those with a secret name have no value.
     Raises ConfigError for a quote, bracket or document that does not end.
     """
-    reader = _Reader(text.replace("\r\n", "\n"), name)
-    script = _Script(name, environment)
+    return _commands(Text(text.replace("\r\n", "\n"), 1), name, _Script(name, environment))
+
+
+def _commands(text: Text, name: str, script: _Script) -> list[list[Text]]:
+    reader = _Reader(text, name)
     result: list[list[Text]] = []
     while (command := reader.command()) is not None:
         if words := script.run(command):
             result.append(words)
+            for inner in _scripts_of(words):
+                with suppress(ConfigError):  # a text of another shell, or for another machine
+                    result += _commands(inner, name, script)
     return result
+
+
+def _scripts_of(words: Sequence[Text]) -> list[Text]:
+    """Returns the texts that a command gives to a shell: of `srun bash -c TEXT`."""
+    return [
+        text
+        for program, option, text in zip(words, words[1:], words[2:], strict=False)
+        if _SHELL.fullmatch(program.text) and _RUNS_TEXT.fullmatch(option.text)
+    ]
 
 
 class _Reader:
     """Cuts a script into commands and their words."""
 
-    def __init__(self, text: str, name: str):
-        self._text = text
+    def __init__(self, text: Text, name: str):
+        self._text = text.text
         self._name = name
         self._at = 0
-        self._line = 1
+        self._line = text.line
         self._documents: list[tuple[_Command, re.Match[str]]] = []
         self._operator = ""
 

@@ -28,13 +28,19 @@ from rl.imports.shared import (
 from rl.imports.tables.trl import DPO_LOSSES, LOSSES, TABLES
 
 NAME = "TRL 1.16"
+_OTHERS = (
+    "async_distillation|async_grpo|bco|cpo|dpo_online|gkd|gold|minillm|nash_md|online_dpo|orpo|ppo"
+    "|prm|sdft|sdpo|ssd|xpo"
+)
+"""Trainers of TRL without a table here, as scripts and `trl` name them."""
 SYNTAX = Syntax(
     framework="TRL",
     program=re.compile(
-        r"^(?:.*/)?trl()$|^(?:.*[/.])?(sft|dpo|grpo|gspo|kto|reward|rloo|distillation)"
+        rf"^(?:.*/)?trl()$|^(?:.*[/.])?({_OTHERS}|sft|dpo|grpo|gspo|kto|reward|rloo|distillation)"
         r"(?:_\w+)?\.py$"
         r"|^trl\.scripts\.(\w+)$|^[^-=]*\.py$"
     ),
+    helpers=frozenset({"env", "skills", "vllm-serve", "vllm_serve"}),
     form="flags",
     nested=False,
     files=("config",),
@@ -66,6 +72,7 @@ _REWARDS = {
     },
 }
 _SAMPLED = ("grpo", "rloo", "distillation")
+_BEST = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
 
 
 def convert(draft: Draft) -> None:
@@ -118,6 +125,11 @@ def _trainer(draft: Draft) -> str:
     named = draft.facts.trainer
     if named and named not in TABLES:
         raise ConfigError(f"--trainer {named}: the trainers of TRL here are {', '.join(TABLES)}")
+    program = draft.given.program
+    if not named and re.fullmatch(_OTHERS, program):
+        raise ConfigError(
+            f"{program}: this trainer of TRL is not imported; those here are {', '.join(TABLES)}"
+        )
     chosen = named or trainer_of(draft.given)
     if not chosen:
         draft.task(
@@ -339,16 +351,18 @@ def _every(draft: Draft, strategy: str, steps: str, updates: int) -> int | None:
 
 
 def _evaluation(draft: Draft, trainer: str, updates: int) -> None:
-    strategy = draft.text("eval_strategy") or draft.text("evaluation_strategy")
     key = "eval_strategy" if draft.has("eval_strategy") else "evaluation_strategy"
+    strategy = draft.text(key)
     keys = (key, "eval_steps", "dataset_test_split")
-    if strategy in ("", "no"):
+    if strategy in ("", "no", "False"):
         draft.same(*keys, note="no evaluation")
+        draft.leave(*_BEST, why="without an evaluation no checkpoint is the best")
         return
     every = _every(draft, key, "eval_steps", updates)
     name = draft.texts("dataset_name")
     if not name:
-        draft.leave(*keys, why="the file names no dataset: write `held_out` or `evaluation`")
+        why = "the file names no dataset: write `held_out` or `evaluation`"
+        draft.leave(*keys, *_BEST, why=why)
         return
     split = draft.text("dataset_test_split") or "test"
     data: dict[str, Any] = {"path": name[0], "split": split}
@@ -370,14 +384,13 @@ def _evaluation(draft: Draft, trainer: str, updates: int) -> None:
 
 def _best(draft: Draft) -> None:
     metric = draft.text("metric_for_best_model") or "loss"
-    keys = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
     if not draft.truth("load_best_model_at_end"):
-        draft.same(*keys, note="the last weights count")
+        draft.same(*_BEST, note="the last weights count")
         return
     if metric not in ("loss", "eval_loss"):
-        draft.leave(*keys, why=f"`{metric}`: name a metric of docs/metrics.md in stages.0.best")
+        draft.leave(*_BEST, why=f"`{metric}`: name a metric of docs/metrics.md in stages.0.best")
         return
-    draft.put(f"{STAGE}.best.metric", "held_out/loss", *keys)
+    draft.put(f"{STAGE}.best.metric", "held_out/loss", *_BEST)
     mode = "max" if draft.truth("greater_is_better") else "min"
     draft.put(f"{STAGE}.best.mode", mode, "greater_is_better")
 

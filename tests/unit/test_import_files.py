@@ -159,6 +159,8 @@ def test_arithmetic_computes_integers_only():
         ("broken.yaml", b"a: [1\n", "not valid YAML"),
         ("broken.json", b"{,}", "not valid JSON"),
         ("other.sh", b"echo hello\n", "no command of verl in it"),
+        ("train.py", b"import verl\n", "code of Python is not read; write its arguments to a YAML"),
+        ("train.ipynb", b"{}", "code of Python is not read"),
         ("tag.yaml", b"a: !!python/name:os.system x\n", "is not supported"),
         ("large.sh", b"#" * (2**20 + 1), "has more than 1,048,576 bytes"),
         (

@@ -136,6 +136,29 @@ def test_the_names_of_their_distillation_script(tmp_path):
     assert draft.fate_of("ckpt.output_dir") == "left"
 
 
+def test_distillation_at_the_tokens_of_the_policy(tmp_path):
+    config = config_of("openrlhf", OPENRLHF / "opd.sh", "--rows", "400")
+    stage = config.stages[0]
+    assert (stage.algorithm.name, stage.algorithm.aggregation) == ("opd", "token")
+    assert (stage.prompts_per_step, stage.samples_per_prompt, stage.epochs) == (8, 1, 1)
+    assert (config.max_length, stage.sampling.max_new_tokens) == (512 + 256, 256)
+    assert config.teacher is not None and config.teacher.source == "Qwen/Qwen3-4B"
+    assert config.data.chat and config.data.columns.prompt == "question"
+    assert stage.optimizer.warmup_steps == 2  # 3% of 50 updates
+    words = ("--", "--generate.temperature", "0.8")
+    assert draft_of("openrlhf", OPENRLHF / "opd.sh", *words).fate_of(words[1][2:]) == "changed"
+    script = tmp_path / "run.sh"
+    script.write_text((OPENRLHF / "opd.sh").read_text().replace("topk 0", "topk 5"))
+    assert refused("openrlhf", script) == {"opd.topk"}
+
+
+@pytest.mark.parametrize("program", ["train_es_ray", "train_prm"])
+def test_a_program_without_a_counterpart_is_named(tmp_path, program):
+    script = tmp_path / "run.sh"
+    script.write_text(f"uv run python -m openrlhf.cli.{program} --pretrain a/b\n")
+    assert f"{program}: Duet has no counterpart" in said_of("openrlhf", script)
+
+
 def test_sft_on_two_datasets():
     config = config_of("openrlhf", OPENRLHF / "sft.sh")
     assert [data.weight for data in config.data] == [0.7, 0.3]

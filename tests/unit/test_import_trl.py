@@ -246,3 +246,48 @@ def test_secrets_reach_neither_file_nor_report(tmp_path):
     )
     said = said_of("trl", file, environment={"MY_TOKEN": "s3cret"})
     assert "hf_abc" not in said and "s3cret" not in said and "$MY_TOKEN has no value" in said
+
+
+def test_an_evaluation_by_its_older_name_and_the_best_checkpoint(tmp_path):
+    file = tmp_path / "sft.yaml"
+    lines = "evaluation_strategy: steps\neval_steps: 50\nload_best_model_at_end: true\n"
+    file.write_text(f"model_name_or_path: a/b\ndataset_name: c/d\nmax_steps: 100\n{lines}")
+    stage = config_of("trl", file, "--trainer", "sft").stages[0]
+    assert (stage.held_out.every, stage.best.metric) == (50, "held_out/loss")
+    file.write_text(file.read_text().replace("strategy: steps", 'strategy: "no"'))
+    draft = draft_of("trl", file)
+    assert draft.fate_of("load_best_model_at_end") == "left"
+
+
+def test_heads_of_further_tokens_are_refused_in_one_line(tmp_path):
+    file = tmp_path / "mtp.yaml"
+    text = "model_name_or_path: a/b\ndataset_name: c/d\nmtp_enabled: true\nmtp_num_layers: 2\n"
+    file.write_text(text + "train_split: train\nmax_train_samples: 9\n")
+    assert refused("trl", file) == {"mtp_enabled"}
+    data = config_of("trl", file, "mtp_enabled=false").data
+    assert (data.split, data.limit) == ("train", 9)
+
+
+@pytest.mark.parametrize(
+    "command", ["uv run scripts/ppo/ppo_tldr.py", "trl nash_md", "python dpo_online.py"]
+)
+def test_a_trainer_that_is_not_imported_is_named(tmp_path, command):
+    """Its keys would be read as those of SFT."""
+    script = tmp_path / "run.sh"
+    script.write_text(f"{command} --model_name_or_path a/b\n")
+    assert "this trainer of TRL is not imported" in said_of("trl", script)
+
+
+def test_a_server_of_vllm_is_no_training(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "CUDA_VISIBLE_DEVICES=4 trl vllm-serve --model a/b &\n"
+        'srun --nodes=4 bash -c "\n  accelerate launch --num_processes 32 \\\n'
+        "    grpo_math.py --model_name_or_path a/b --reward_funcs r.f --num_generations 8 \\\n"
+        '    --max_steps 5 2>&1 | tee log\n" &\nwait\n'
+    )
+    config = config_of("trl", script)
+    assert config.stages[0].algorithm.name == "grpo"
+    assert config.stages[0].prompts_per_step == 32  # 8 a device x 32 processes / 8 completions
+    draft = draft_of("trl", script)
+    assert draft.place("max_steps") == "run.sh:3"  # lines that are joined count as one

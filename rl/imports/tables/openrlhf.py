@@ -7,6 +7,7 @@ from rl.imports.rules import CHECKPOINTS, LOGS, OFF, SPEED, Copy, Joint, Leave, 
 _DEVICES = Leave("`mesh` says how arrays are spread over devices")
 _ENGINE = Leave("Duet trains and generates with one decoder, without vLLM")
 _LOADER = Leave("Duet reads rows itself")
+_BALANCE = Refuse("write `stages.N.router.balance_coef`, which has another scale", OFF)
 _REMAT = Leave("`model.remat: auto` chooses what is recomputed")
 
 
@@ -76,9 +77,7 @@ RL: dict[str, Rule] = {
     "actor.policy_loss_type": Joint("ppo"),
     "actor.loss_agg_mode": Joint("token-mean"),
     "actor.entropy_coef": Copy("stages.N.algorithm.entropy_coef"),
-    "actor.aux_loss_coef": Refuse(
-        "write `stages.N.router.balance_coef`, which has another scale", OFF
-    ),
+    "actor.aux_loss_coef": _BALANCE,
     "actor.freeze_visual_encoder": Leave("towers of pictures stay, unless `freeze` says more"),
     "actor.init_on_gpu": SPEED,
     "critic.model_name_or_path": Joint(),
@@ -157,9 +156,7 @@ RL: dict[str, Rule] = {
 _OFFLINE: dict[str, Rule] = {
     **_COMMON,
     "model.model_name_or_path": Joint(),
-    "model.aux_loss_coef": Refuse(
-        "write `stages.N.router.balance_coef`, which has another scale", OFF
-    ),
+    "model.aux_loss_coef": _BALANCE,
     "train.batch_size": Joint(128),
     "train.max_epochs": Joint(1),
     "data.dataset": Joint(),
@@ -224,6 +221,35 @@ TABLES: dict[str, dict[str, Rule]] = {
         "data.label_key": Joint("label"),
         "data.input_template": Joint("User: {}\nAssistant: "),
         "data.max_len": Joint(2048),
+    },
+    "train_opd": {
+        **_COMMON,
+        **_optimizer("", 1e-6),
+        "model.model_name_or_path": Joint(),
+        "model.aux_loss_coef": _BALANCE,
+        "model.beta": Leave("train_opd does not read it"),
+        "teacher.model_name_or_path": Joint(),
+        "opd.topk": Joint(0),
+        "opd.kd_temperature": Joint(1.0),
+        "opd.kl_estimator": LOGS,
+        "generate.max_new_tokens": Joint(1024),
+        "generate.temperature": Joint(1.0),
+        "generate.top_p": Copy("stages.N.sampling.top_p", 1.0),
+        "train.batch_size": Joint(128),
+        "train.max_epochs": Joint(1),
+        "data.prompt_dataset": Joint(),
+        "data.prompt_probs": Joint(),
+        "data.prompt_split": Joint("train"),
+        "data.prompt_max_len": Joint(1024),
+        "data.max_len": Leave("train_opd bounds prompts and completions by themselves"),
+        "data.input_key": Joint("input"),
+        "data.label_key": Leave("train_opd has no rewards"),
+        "data.input_template": Joint(),
+        "data.apply_chat_template": Joint(False),
+        "data.max_samples": Joint(1_000_000),
+        "eval.*": Leave(
+            "it measures the divergence from the teacher; metrics.md has that of each step"
+        ),
     },
     "train_kd": {
         **_OFFLINE,

@@ -186,6 +186,8 @@ _SCRIPT: dict[str, Rule] = {
     "env": Leave("set variables of the environment in the shell"),
     "num_processes": Joint(),
     "accelerate_config": _DEVICES,
+    "train_split": Copy("data.split"),
+    "max_train_samples": Copy("data.limit"),
 }
 _TEXTS: dict[str, Rule] = {
     "chat_template_path": Copy("tokenizer.chat_template.file"),
@@ -296,6 +298,12 @@ TABLES: dict[str, dict[str, Rule]] = {
         "packing": Joint(False),
         "packing_strategy": SPEED,
         "eval_packing": _EVALUATION,
+        "mtp_enabled": Refuse(
+            "Duet has the prediction modules of DeepSeek-V3: write `model.multi_token_prediction` "
+            "and `stages.N.mtp`",
+            OFF,
+        ),
+        "mtp_*": Leave("only of mtp_enabled"),
         "assistant_only_loss": Joint(False),
         "completion_only_loss": Joint(),
         "dataset_text_field": Joint("text"),

@@ -185,6 +185,12 @@ TABLE: dict[str, Rule] = {
     **_under("rl_training_config.critic_optimizer_config", _OPTIMIZER),
     **_under("grpo_config", _GRPO),
     **_under("agentic_grpo_config", _GRPO),
+    **{
+        f"agentic_{name}_config.max_turns": Refuse(
+            "a turn of an environment: this import writes none", (1, None)
+        )
+        for name in ("grpo", "ppo")
+    },
     **_under("ppo_config", _PPO),
     **_under("agentic_ppo_config", _PPO),
     **{

@@ -141,6 +141,8 @@ _MODEL: dict[str, Rule] = {
     "lora.exclude_modules": Leave("of Megatron's names of modules"),
     "lora.*": SPEED,
     "use_liger": SPEED,
+    "use_prefix_tree": Leave("`stages.N.shared_prefix` does the same"),
+    "prefix_tree_*": SPEED,
     "use_fused_kernels": SPEED,
     "fused_kernel_options.*": SPEED,
     "tiled_mlp.*": SPEED,
@@ -254,6 +256,7 @@ _ROLLOUT: dict[str, Rule] = {
     **_SERVERS,
 }
 _DATA: dict[str, Rule] = {
+    "continuous_token.*": Leave("Duet trains on the token ids that were sampled"),
     "train_files": Joint("~/data/rlhf/gsm8k/train.parquet"),
     "val_files": Joint("~/data/rlhf/gsm8k/test.parquet"),
     "train_batch_size": Joint(1024),
@@ -325,6 +328,7 @@ _ALGORITHMS: dict[str, Rule] = {
     "rollout_is_*": Refuse("write `algorithm.correction` and its bounds", OFF),
     "gdpo_reward_keys": Joint(),
     "gdpo_reward_weights": Joint(),
+    "codapo_*": Leave("only of adv_estimator: codapo"),
 }
 _REWARD: dict[str, Rule] = {
     "custom_reward_function.path": Joint(),
@@ -402,6 +406,8 @@ _TRAINER: dict[str, Rule] = {
     "*nsight*": LOGS,
     "checkpoint.*": CHECKPOINTS,
     "balance_batch": _DEVICES,
+    "balance_keep_minibatch": _DEVICES,
+    "remote_backend": _DEVICES,
     "device": _DEVICES,
     "nnodes": _DEVICES,
     "n_gpus_per_node": _DEVICES,
@@ -433,6 +439,7 @@ RL: dict[str, Rule] = _first_names(
     _under("critic", _CRITIC),
     {"critic.model.path": Joint("~/models/deepseek-llm-7b-chat"), "critic.model.*": SPEED},
     _under("data", _DATA),
+    {"remote_backend": _DEVICES, "remote_backend.*": SPEED},
     _under("algorithm", _ALGORITHMS),
     _under("reward", _REWARD),
     _under("reward_model", _REWARD),
