@@ -261,9 +261,9 @@ def _embedded(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:
     rows_BTE = _look_up(table_VE.base, tokens_BT, runtime)
     low_BTr = table_VE.a[tokens_BT].astype(rows_BTE.dtype) * table_VE.scale
     rows_BTE = rows_BTE + low_BTr @ table_VE.b.astype(rows_BTE.dtype)
-    if table_VE.factor is None:
+    if table_VE.dora_scale is None:
         return rows_BTE
-    return rows_BTE * table_VE.factor.astype(rows_BTE.dtype)
+    return rows_BTE * table_VE.dora_scale.astype(rows_BTE.dtype)
 
 
 def _look_up(table_VE, tokens_BT: jax.Array, runtime: Runtime) -> jax.Array:

@@ -23,7 +23,7 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from policy import compatibility, modes
-from policy.adapter_spec import FACTOR, LORA_A, LORA_B, MAGNITUDE
+from policy.adapter_spec import DORA_SCALE, LORA_A, LORA_B, MAGNITUDE
 from policy.attention import context_parallel
 from policy.attention.sequence_shards import AXIS
 from policy.cache.media import Media
@@ -35,7 +35,7 @@ from policy.heads import features, head
 from policy.intermediates import Aux
 from policy.layers import batch_split
 from policy.mesh.sharding import Layout
-from policy.ops.adapted import Adapted, DoraParts, dora_factor, dora_factors
+from policy.ops.adapted import Adapted, DoraParts, dora_scale, dora_scales
 from policy.ops.host_memory import belongs_there, fetch, in_host_memory
 from policy.ops.parameter import Constant, MatrixDims, RowTable
 from policy.ops.seeds import checked_seed
@@ -195,28 +195,28 @@ class Graph:
             return params[path]
         adapter = self.runtime.adapter
         assert adapter is not None, f"the runtime says nothing of the adapter of {path}"
-        factor = params.get(path + FACTOR)
-        if factor is None and path + MAGNITUDE in params:
-            factor = self._dora_factor(path, params)
+        dora_scale = params.get(path + DORA_SCALE)
+        if dora_scale is None and path + MAGNITUDE in params:
+            dora_scale = self._dora_scale(path, params)
         a = params[path + LORA_A]
         b = params[path + LORA_B]
-        return Adapted(params[path], a, b, factor, adapter.scale, self.layer_dims(path))
+        return Adapted(params[path], a, b, dora_scale, adapter.scale, self.layer_dims(path))
 
-    def with_dora_factors(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Returns the weights with the factors of DoRA in the place of its magnitudes, for a
+    def with_dora_scales(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Returns the weights with the scales of DoRA in the place of its magnitudes, for a
         program that calls `decoder` again and again."""
         paths = [path for path in self.paths if path + MAGNITUDE in params]
-        factors = {path + FACTOR: self._dora_factor(path, params) for path in paths}
+        scales = {path + DORA_SCALE: self._dora_scale(path, params) for path in paths}
         others = {path: each for path, each in params.items() if not path.endswith(MAGNITUDE)}
-        return others | factors
+        return others | scales
 
-    def _dora_factor(self, path: str, params: dict[str, Any]) -> Any:
-        """Returns the factor of DoRA of the weight at `path`."""
+    def _dora_scale(self, path: str, params: dict[str, Any]) -> Any:
+        """Returns the scale of DoRA of the weight at `path`."""
         adapter = self.runtime.adapter
         assert adapter is not None  # weights with magnitudes have one
         parts = DoraParts(*(params[path + end] for end in ("", LORA_A, LORA_B, MAGNITUDE)))
         stacked = self.axes[path][:1] == ("layers",)
-        compute = dora_factors if stacked else dora_factor
+        compute = dora_scales if stacked else dora_scale
         return compute(parts, adapter.scale, self.layer_dims(path))
 
     def product_dims(self, path: str) -> MatrixDims:

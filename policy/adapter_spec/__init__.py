@@ -18,9 +18,9 @@ LORA_A = ".lora_a"
 LORA_B = ".lora_b"
 MAGNITUDE = ".magnitude"
 """End the paths of the arrays of an adapter, after the path of the weight that they adapt."""
-FACTOR = ".factor"
-"""Ends the path of DoRA's m / |W + scale B A| (`Adapted.factor`), where a program computes it once
-for many calls."""
+DORA_SCALE = ".dora_scale"
+"""Ends the path of DoRA's m / |W + scale B A| (`Adapted.dora_scale`), where a program computes it
+once for many calls."""
 
 
 @dataclass(frozen=True)

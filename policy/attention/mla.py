@@ -58,8 +58,8 @@ class Expansion:
         latent_B1Tc = parts[0]
         low_B1Tr = linear("bktc,cr->bktr", latent_B1Tc, kv_b.a, runtime)
         weights = (kv_b.base, kv_b.b * kv_b.scale)
-        factor = () if kv_b.factor is None else (kv_b.factor[None],)
-        return (*parts, low_B1Tr), (*weights, *factor)
+        dora_scale = () if kv_b.dora_scale is None else (kv_b.dora_scale[None],)
+        return (*parts, low_B1Tr), (*weights, *dora_scale)
 
     def __call__(
         self, parts: tuple[jax.Array, ...], weights: tuple[Weight, ...]
@@ -68,11 +68,11 @@ class Expansion:
         base, *adapter = weights
         expanded = linear("btc,chd->bhtd", latent_B1Tc[:, 0], base, self.runtime)
         if adapter:
-            b, *factor = adapter
+            b, *dora_scale = adapter
             expanded = expanded + linear("btr,rhd->bhtd", low[0][:, 0], b, self.runtime)
-            if factor:
-                factor_HD = cast(jax.Array, factor[0])[0]
-                expanded = expanded * factor_HD[:, None].astype(expanded.dtype)
+            if dora_scale:
+                scale_HD = cast(jax.Array, dora_scale[0])[0]
+                expanded = expanded * scale_HD[:, None].astype(expanded.dtype)
         k_nope, values = jnp.split(expanded, [self.nope_dim], axis=-1)
         k_rope = reshard_like(
             jnp.broadcast_to(k_rope_B1TY, (*k_nope.shape[:3], k_rope_B1TY.shape[-1])), k_nope
@@ -85,14 +85,14 @@ class Expansion:
 class AbsorbedWeight:
     """The columns of `kv_b_proj` for D numbers of each head, of keys or of values: W [c, H, D].
 
-    With an adapter keys and values are factor * (W l + b a l) of a latent l, for a [c, r], b [r, H,
-    D] with the scale in it, and factor [H, D]; None where there is none.
+    With an adapter keys and values are dora_scale * (W l + b a l) of a latent l, for a [c, r], b [r, H,
+    D] with the scale in it, and dora_scale [H, D]; None where there is none.
     """
 
     base: jax.Array
     a: jax.Array | None = None
     b: jax.Array | None = None
-    factor: jax.Array | None = None
+    dora_scale: jax.Array | None = None
 
     @classmethod
     def split(
@@ -109,14 +109,16 @@ class AbsorbedWeight:
         keys, values = parts(rounded(kv_b.base, (0,), dtype, runtime))
         b_keys, b_values = parts(kv_b.b * kv_b.scale)
         a = kv_b.a.astype(dtype)
-        f_keys, f_values = (None, None) if kv_b.factor is None else parts(kv_b.factor)
-        return cls(keys, a, b_keys, f_keys), cls(values, a, b_values, f_values)
+        if kv_b.dora_scale is None:
+            return cls(keys, a, b_keys), cls(values, a, b_values)
+        scale_keys, scale_values = parts(kv_b.dora_scale)
+        return cls(keys, a, b_keys, scale_keys), cls(values, a, b_values, scale_values)
 
     def to_latent(self, q_BHTD: jax.Array) -> jax.Array:
         """Returns the queries [B, H, T, c] whose products with latents are those of `q` with
         keys."""
-        if self.factor is not None:
-            q_BHTD = q_BHTD * self.factor[:, None]
+        if self.dora_scale is not None:
+            q_BHTD = q_BHTD * self.dora_scale[:, None]
         q_BHTc = jnp.einsum("bhtd,chd->bhtc", q_BHTD, self.base)
         if self.a is None:
             return q_BHTc
@@ -129,7 +131,7 @@ class AbsorbedWeight:
         if self.a is not None:
             low = jnp.einsum("bhtc,cr->bhtr", latent_BHTc, self.a)
             out_BHTD = out_BHTD + jnp.einsum("bhtr,rhd->bhtd", low, self.b)
-        return out_BHTD if self.factor is None else out_BHTD * self.factor[:, None]
+        return out_BHTD if self.dora_scale is None else out_BHTD * self.dora_scale[:, None]
 
 
 class MultiHeadLatentAttention(nnx.Module):

@@ -22,11 +22,11 @@ import numpy as np
 import qwix
 from jax.typing import ArrayLike
 
-from policy.adapter_spec import FACTOR, LORA_A, LORA_B, MAGNITUDE
+from policy.adapter_spec import DORA_SCALE, LORA_A, LORA_B, MAGNITUDE
 from policy.adapters.learning import is_adapter
 from policy.execution.array_identity import ArrayIdentity
 from policy.model import Graph
-from policy.ops.adapted import DoraParts, dora_factor
+from policy.ops.adapted import DoraParts, dora_scale
 from policy.ops.projection import DecodingMatrices, Projection
 
 # Weights of one module that read the same input. If they are small together, they become one
@@ -129,7 +129,7 @@ def prepare_for_decoding(graph: Graph, params: Params) -> Params:
             prepared |= {each: Repeats(own[each] for own in projections) for each in projections[0]}
         else:
             prepared[path] = Repeats(repeats)
-    prepared = _with_dora_factors(graph, prepared)
+    prepared = _with_dora_scales(graph, prepared)
     head = "embed_tokens" if graph.config.tied_head else "lm_head"
     if _makes_matrices(graph) and head not in graph.hosted:
         prepared[head] = _head(params[head])
@@ -139,8 +139,8 @@ def prepare_for_decoding(graph: Graph, params: Params) -> Params:
     return prepared
 
 
-def _with_dora_factors(graph: Graph, params: Params) -> Params:
-    """Returns the weights of unrolled layers with the factors of DoRA in the place of its
+def _with_dora_scales(graph: Graph, params: Params) -> Params:
+    """Returns the weights of unrolled layers with the scales of DoRA in the place of its
     magnitudes."""
     adapter = graph.runtime.adapter
     for path in [path for path in graph.paths if path + MAGNITUDE in params]:
@@ -150,11 +150,11 @@ def _with_dora_factors(graph: Graph, params: Params) -> Params:
         rule = adapter.scale, graph.layer_dims(path)
         if isinstance(magnitude, Repeats):
             repeats = zip(*map(iter, (*parts, magnitude)), strict=True)
-            params[path + FACTOR] = Repeats(
-                dora_factor(DoraParts._make(each), *rule) for each in repeats
+            params[path + DORA_SCALE] = Repeats(
+                dora_scale(DoraParts._make(each), *rule) for each in repeats
             )
         else:
-            params[path + FACTOR] = dora_factor(DoraParts._make((*parts, magnitude)), *rule)
+            params[path + DORA_SCALE] = dora_scale(DoraParts._make((*parts, magnitude)), *rule)
     return params
 
 

@@ -37,8 +37,8 @@ AXES = {
 }
 Weights = dict[str, Weight]
 """By the names of AXES, and of an adapter of weight `w`: `w_a` [G, E, r] and `w_b` [G, r, F],
-multiplied by its scale, and `w_factor` [G, F] (policy/ops/adapted.py). Of factors that all experts
-share G is left out."""
+multiplied by its scale, and `w_dora_scale` [G, F] (policy/ops/adapted.py). Of factors that all
+experts share G is left out."""
 
 # At most so many tokens go through every expert on TPU: reading the weights bounds the time of
 # these products, and a grouped product with one layer of stacked weights starts with a copy of
@@ -63,9 +63,9 @@ def axes_of(name: str, ndim: int) -> tuple[str | None, ...]:
     """Returns the logical axes of the entry `name` of Weights, which has `ndim` dimensions."""
     if name in AXES:
         return AXES[name]
-    weight, _, part = name.rpartition("_")
+    weight, _, part = name.partition("_")
     exp, rows, columns = AXES[weight]
-    axes = {"a": (exp, rows, None), "b": (exp, None, columns), "factor": (exp, columns)}[part]
+    axes = {"a": (exp, rows, None), "b": (exp, None, columns), "dora_scale": (exp, columns)}[part]
     return axes[len(axes) - ndim :]
 
 
@@ -74,8 +74,8 @@ def entries(name: str, weight: Weight) -> Weights:
     if not isinstance(weight, Adapted):
         return {name: weight}
     adapter = {f"{name}_a": weight.a, f"{name}_b": weight.b * weight.scale}
-    factor = {} if weight.factor is None else {f"{name}_factor": weight.factor}
-    return {name: weight.base} | adapter | factor
+    dora_scale = {} if weight.dora_scale is None else {f"{name}_dora_scale": weight.dora_scale}
+    return {name: weight.base} | adapter | dora_scale
 
 
 def _adapted(weights: Weights, name: str) -> Weight:
@@ -86,7 +86,7 @@ def _adapted(weights: Weights, name: str) -> Weight:
         weights[name],
         a=weights[f"{name}_a"],
         b=weights[f"{name}_b"],
-        factor=weights.get(f"{name}_factor"),
+        dora_scale=weights.get(f"{name}_dora_scale"),
         scale=1.0,
         dims=MatrixDims(rows=(1,), columns=(2,)),
     )
@@ -193,7 +193,7 @@ def through_every(
     )
     inner_GNF = jnp.where(weight_GN1 != 0, inner_GNF * weight_GN1, 0.0).astype(inner_GNF.dtype)
     down = _adapted(weights, "down")
-    if "down_factor" in weights or _quantised(weights["down"], runtime):
+    if "down_dora_scale" in weights or _quantised(weights["down"], runtime):
         # Scales of numbers differ between experts.
         out_NE = linear("gnf,gfe->gne", inner_GNF, down, runtime).sum(axis=0)
     else:

@@ -36,8 +36,8 @@ def joined(hidden_ME: jax.Array, weight_VE: Head) -> HeadProduct:
     hidden = jnp.concatenate([hidden_ME, low_Mr], axis=-1)
     base = jax.lax.stop_gradient(weight_VE.base)
     weight = jnp.concatenate([base, weight_VE.b.T.astype(base.dtype)], axis=1)
-    if weight_VE.factor is not None:
-        weight = weight * weight_VE.factor[:, None].astype(weight.dtype)
+    if weight_VE.dora_scale is not None:
+        weight = weight * weight_VE.dora_scale[:, None].astype(weight.dtype)
     return HeadProduct(hidden, weight)
 
 

@@ -61,7 +61,7 @@ def _products(hidden_ME: jax.Array, weight_VE: Head | Projection) -> jax.Array:
     if isinstance(weight_VE, Adapted):
         z = _products(hidden_ME, weight_VE.base)
         z = z + _products(adapted_head.low(hidden_ME, weight_VE), weight_VE.b.T)
-        return z if weight_VE.factor is None else z * weight_VE.factor
+        return z if weight_VE.dora_scale is None else z * weight_VE.dora_scale
     if isinstance(weight_VE, Projection):
         E = hidden_ME.shape[-1]
         return weight_VE.product(hidden_ME.reshape(-1, E)).reshape(*hidden_ME.shape[:-1], -1)

@@ -37,7 +37,7 @@ class Adapted:
     """A weight [G..., E..., F...] and its adapter.
 
     base: the weight in any form that `linear` reads. a: [G..., E..., r]. b: [G..., r, F...]. One of
-    the two that all experts share has no G. factor: m / |W + s B A| of DoRA, [G..., F...], by which
+    the two that all experts share has no G. dora_scale: m / |W + s B A| of DoRA, [G..., F...], by which
     the outputs are multiplied; None without DoRA. scale: s. dims: the dimensions E and F of `base`;
     all others are G.
     """
@@ -45,7 +45,7 @@ class Adapted:
     base: Any
     a: Any
     b: Any
-    factor: Any
+    dora_scale: Any
     scale: float = field(metadata={"static": True})
     dims: MatrixDims = field(metadata={"static": True})
 
@@ -72,7 +72,7 @@ class Adapted:
             self,
             a=chosen(self.a, E + 2),
             b=chosen(self.b, F + 2),
-            factor=chosen(self.factor, F + 1),
+            dora_scale=chosen(self.dora_scale, F + 1),
         )
 
     def with_delta(
@@ -90,9 +90,9 @@ class Adapted:
         low = low * jnp.asarray(self.scale, low.dtype)
         y = base_product + product(f"{inner},{of_b}{rank}{columns}->{outs}", low, self.b)
         y = checkpoint_name(y, SUM)
-        if self.factor is None:
+        if self.dora_scale is None:
             return y
-        return jnp.einsum(f"{outs},{groups}{columns}->{outs}", y, self.factor.astype(y.dtype))
+        return jnp.einsum(f"{outs},{groups}{columns}->{outs}", y, self.dora_scale.astype(y.dtype))
 
 
 class _Letters(NamedTuple):
@@ -139,7 +139,7 @@ def norms(base: jax.Array, a: jax.Array, b: jax.Array, scale: float, dims: Matri
 
 
 class DoraParts(NamedTuple):
-    """What the factor of DoRA follows from: a weight, its adapter, and m [G..., F...]."""
+    """What the scale of DoRA follows from: a weight, its adapter, and m [G..., F...]."""
 
     base: Any
     a: jax.Array
@@ -147,17 +147,17 @@ class DoraParts(NamedTuple):
     magnitude: jax.Array
 
 
-def dora_factor(parts: DoraParts, scale: float, dims: MatrixDims) -> jax.Array:
+def dora_scale(parts: DoraParts, scale: float, dims: MatrixDims) -> jax.Array:
     """Computes m / |W + s B A| of DoRA, float32[G..., F...]. The norm is a constant for gradients,
     as in the paper (section 4.3)."""
     norm = norms(_floats(fetch(parts.base)), parts.a, parts.b, scale, dims)
     return parts.magnitude.astype(jnp.float32) / jax.lax.stop_gradient(norm)
 
 
-def dora_factors(parts: DoraParts, scale: float, dims: MatrixDims) -> jax.Array:
-    """Computes `dora_factor` of the layers of a stack, one after the other, so that one weight at a
+def dora_scales(parts: DoraParts, scale: float, dims: MatrixDims) -> jax.Array:
+    """Computes `dora_scale` of the layers of a stack, one after the other, so that one weight at a
     time is dequantised. All arrays have the layers in front; `dims` are those of one layer."""
-    return jax.lax.map(lambda layer: dora_factor(layer, scale, dims), parts)
+    return jax.lax.map(lambda layer: dora_scale(layer, scale, dims), parts)
 
 
 def _floats(base: Any) -> jax.Array:

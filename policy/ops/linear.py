@@ -87,7 +87,7 @@ def _adapted(equation: str, x: jax.Array, weight: Adapted, runtime: Runtime) -> 
         weight,
         a=a_Er,
         b=b_rF,
-        factor=None if weight.factor is None else weight.factor.reshape(-1),
+        dora_scale=None if weight.dora_scale is None else weight.dora_scale.reshape(-1),
         dims=MatrixDims((0,), (1,)),
     )
 
@@ -310,11 +310,11 @@ def _ragged_adapted(
     low = product(rows_ME, weights.a)
     y_MF = y_MF + product(low * jnp.asarray(weights.scale, low.dtype), weights.b)
     y_MF = checkpoint_name(y_MF, SUM)
-    if weights.factor is None:
+    if weights.dora_scale is None:
         return y_MF
     G = sizes_G.shape[0]
     group_M = jnp.repeat(jnp.arange(G), sizes_G, total_repeat_length=rows_ME.shape[0])
-    return y_MF * weights.factor.astype(y_MF.dtype)[group_M]
+    return y_MF * weights.dora_scale.astype(y_MF.dtype)[group_M]
 
 
 def rounded(

@@ -438,7 +438,7 @@ class DecoderPrograms:
         s = state.token.shape[0]
         K = self.decode_steps
         head = params.get(modes.VALUE_HEAD)
-        prepare = Graph.with_dora_factors if self.scan else prepare_for_decoding
+        prepare = Graph.with_dora_scales if self.scan else prepare_for_decoding
         params = prepare(self.graph, params)
         # The token, value and what was recorded in the output for a row that produced none.
         no_value = None if head is None else np.float32(0)

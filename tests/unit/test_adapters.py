@@ -10,7 +10,7 @@ from oracles import by_kind, random_model, short
 from policy import families
 from policy.adapter_spec import AdapterSpec
 from policy.config import Runtime
-from policy.ops.adapted import Adapted, DoraParts, dora_factor
+from policy.ops.adapted import Adapted, DoraParts, dora_scale
 from policy.ops.linear import linear, ragged_linear
 from policy.ops.parameter import MatrixDims
 from rollout import Generator, GeneratorOptions, SamplingParams
@@ -47,7 +47,7 @@ def test_gradients_of_dora_take_the_norm_as_a_constant():
 
     def loss(a, b, m):
         dims = MatrixDims((0,), (1,))
-        factor = dora_factor(DoraParts(jnp.asarray(W.T), a, b, m), 3.0, dims)
+        factor = dora_scale(DoraParts(jnp.asarray(W.T), a, b, m), 3.0, dims)
         weight = Adapted(jnp.asarray(W.T), a, b, factor, 3.0, dims)
         y = linear("ne,ef->nf", jnp.asarray(X), weight, RUNTIME)
         return (y * C).sum(), y
