@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 
@@ -17,12 +17,17 @@ from rl.launch.configuration import LaunchedConfig, launched_config
 from rl.launch.containers import FILES
 from rl.launch.job import (
     RUN_FILE,
+    Capacity,
     CloudNames,
-    Job,
+    ClusterJob,
+    Folders,
     Launched,
+    Packages,
+    RestartLimits,
     Secret,
     bucket_name,
     job_name,
+    plain_name,
 )
 from rl.launch.kinds import KINDS
 from rl.launch.machines import Machines
@@ -52,16 +57,11 @@ def launch(arguments: argparse.Namespace, files: list[str], overrides: list[str]
     if kind not in KINDS:
         raise ConfigError(f"{kind}: `rl launch` knows no such kind{nearest(kind, KINDS)}")
     _check_extras(arguments.extra)
-    machines = Machines.read(arguments.topology, arguments.chips_per_host)
-    if kind == "xpk" and machines.platform == "tpu" and machines.chips == 8:
-        machines = replace(machines, hosts=2, chips=4)  # the machines that xpk takes for 2x4
-    job = _job(arguments, machines, files)
-    KINDS[kind](job)  # refuses machines before the configuration is read
-    config = launched_config(files, overrides, machines, check=not arguments.no_check)
-    bucket = {scheme for scheme in [scheme_of(job.bucket or "")] if scheme}
-    extras = tuple(dict.fromkeys([*config.extras, *arguments.extra]))
-    job = replace(job, extras=extras, schemes=config.schemes | bucket)
-    launched = KINDS[kind](job)
+    job = _job(arguments, _machines(arguments), files)
+    KINDS[kind].check(job.machines, job.capacity)
+    config = launched_config(files, overrides, job.machines, check=not arguments.no_check)
+    job = replace(job, packages=_packages(job, config, arguments.extra))
+    launched = KINDS[kind].launched(job)
     texts = {**launched.files, f"{FILES}/{RUN_FILE}": config.yaml}
     remarks = [*launched.remarks, *config.remarks, *_remarks(kind, job, config)]
     copied = {}
@@ -74,42 +74,48 @@ def launch(arguments: argparse.Namespace, files: list[str], overrides: list[str]
     return 0
 
 
-def _job(arguments: argparse.Namespace, machines: Machines, files: list[str]) -> Job:
+def _machines(arguments: argparse.Namespace) -> Machines:
+    machines = Machines.read(arguments.topology, arguments.chips_per_host)
+    if arguments.kind == "xpk" and machines.platform == "tpu" and machines.chips == 8:
+        return replace(machines, hosts=2, chips=4)  # the machines that xpk takes for 2x4
+    return machines
+
+
+def _packages(job: ClusterJob, config: LaunchedConfig, more: list[str]) -> Packages:
+    """Returns what the image installs. more: extras that the command line names."""
+    bucket = {scheme for scheme in [scheme_of(job.bucket or "")] if scheme}
+    extras = tuple(dict.fromkeys([*config.extras, *more]))
+    return replace(job.packages, extras=extras, schemes=config.schemes | bucket)
+
+
+def _job(arguments: argparse.Namespace, machines: Machines, files: list[str]) -> ClusterJob:
     if not files:
         raise ConfigError("CONFIG is missing: name the file of the run first, then key=value")
     if arguments.grace < _LEAST_GRACE:
         raise ConfigError(
             f"--grace {arguments.grace}: a step has to end and be saved; at least {_LEAST_GRACE}"
         )
-    secrets = tuple(Secret.read(text) for text in arguments.secret)
-    return Job(
+    return ClusterJob(
         name=job_name(arguments.name, Path(files[0]).stem),
         machines=machines,
         bucket=bucket_name(arguments.bucket),
-        image=arguments.image,
-        secrets=secrets,
-        spot=arguments.spot,
-        reservation=arguments.reservation,
-        grace=arguments.grace,
-        max_restarts=arguments.max_restarts,
-        setup=tuple(arguments.setup),
-        wheel=_wheel(),
-        version=_version(),
-        extras=(),
-        schemes=frozenset(),
-        folder=str(Path.cwd()),
-        directory=str(arguments.output.absolute()),
-        places=CloudNames(
-            project=arguments.project,
-            zone=arguments.zone,
-            cluster=arguments.cluster,
-            namespace=arguments.namespace,
-            service_account=arguments.service_account,
-            partition=arguments.partition,
-            account=arguments.account,
-            time=arguments.time,
-        ),
+        image=plain_name("--image", arguments.image),
+        secrets=tuple(Secret.read(text) for text in arguments.secret),
+        capacity=Capacity(arguments.spot, plain_name("--reservation", arguments.reservation)),
+        limits=RestartLimits(arguments.grace, arguments.max_restarts),
+        packages=Packages(_wheel(), _version()),
+        folders=Folders(str(Path.cwd()), str(arguments.output.absolute())),
+        places=_places(arguments),
     )
+
+
+def _places(arguments: argparse.Namespace) -> CloudNames:
+    names = {
+        each.name: plain_name(f"--{each.name.replace('_', '-')}", getattr(arguments, each.name))
+        for each in fields(CloudNames)
+        if each.name != "setup"
+    }
+    return CloudNames(**names, setup=tuple(arguments.setup))
 
 
 def _version() -> str:
@@ -144,7 +150,7 @@ def _check_extras(names: list[str]) -> None:
 
 
 def _summary(
-    job: Job, launched: Launched, remarks: list[str], directory: Path, written: list[str]
+    job: ClusterJob, launched: Launched, remarks: list[str], directory: Path, written: list[str]
 ) -> str:
     """Returns what was written, remarks, and the commands to type."""
     lines = [f"{job.name}: {job.machines.name}: {job.machines.described()}", "written:"]
@@ -166,10 +172,10 @@ def _unused(arguments: argparse.Namespace) -> list[str]:
     ]
 
 
-def _remarks(kind: str, job: Job, config: LaunchedConfig) -> list[str]:
+def _remarks(kind: str, job: ClusterJob, config: LaunchedConfig) -> list[str]:
     """Returns what the user should know about the folder of the run."""
     if kind == "slurm":
-        return [f"all nodes have to see {job.folder}"]
+        return [f"all nodes have to see {job.folders.working}"]
     if job.bucket is not None or config.is_remote:
         return []
     several = "; several hosts cannot run without it" if job.machines.all_hosts > 1 else ""

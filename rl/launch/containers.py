@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from rl.launch.job import Command, Job
+from rl.launch.job import ClusterJob, Command
 
 FILES = "files"
 """Folder of what goes into the image: the wheel, the configuration, and files that it names."""
@@ -28,21 +28,21 @@ _ENVIRONMENT = {
 }
 
 
-def extras(job: Job) -> str:
+def extras(job: ClusterJob) -> str:
     """Returns the extras of the wheel that the run needs, in brackets."""
     platform = {"tpu": ["tpu"], "gpu": ["cuda"], "cpu": []}[job.machines.platform]
-    buckets = ["gcs"] if job.schemes & {"gs", "gcs"} else []
-    names = dict.fromkeys([*platform, *buckets, *job.extras])
+    buckets = ["gcs"] if job.packages.schemes & {"gs", "gcs"} else []
+    names = dict.fromkeys([*platform, *buckets, *job.packages.extras])
     return f"[{','.join(names)}]" if names else ""
 
 
-def packages(job: Job) -> str:
+def packages(job: ClusterJob) -> str:
     """Returns what else `pip install` gets: clients of remote folders that no extra has."""
-    names = {_CLIENTS[scheme] for scheme in job.schemes if scheme in _CLIENTS}
+    names = {_CLIENTS[scheme] for scheme in job.packages.schemes if scheme in _CLIENTS}
     return "".join(f" {name}" for name in sorted(names))
 
 
-def dockerfile(job: Job) -> dict[str, str]:
+def dockerfile(job: ClusterJob) -> dict[str, str]:
     """Returns the Dockerfile of the job's platform, by its name."""
     platform = job.machines.platform
     text = _DOCKERFILE.format(
@@ -55,14 +55,14 @@ def dockerfile(job: Job) -> dict[str, str]:
     return {f"Dockerfile.{platform}": text}
 
 
-def wheel_command(job: Job) -> Command:
+def wheel_command(job: ClusterJob) -> Command:
     """Returns the command that makes the wheel, in the place of one of an earlier version: the
     image takes the only one that is there."""
-    make = f"pip wheel --no-deps -w {FILES} {shlex.quote(job.wheel)}"
+    make = f"pip wheel --no-deps -w {FILES} {shlex.quote(job.packages.wheel)}"
     return Command("make the wheel", f"rm -f {FILES}/duet_rl-*.whl && {make}")
 
 
-def image_commands(job: Job) -> list[Command]:
+def image_commands(job: ClusterJob) -> list[Command]:
     """Returns the commands that make the image and send it to its registry."""
     image = shlex.quote(job.tag)
     platform = job.machines.platform
@@ -76,7 +76,7 @@ def image_commands(job: Job) -> list[Command]:
     ]
 
 
-def image_remarks(job: Job) -> list[str]:
+def image_remarks(job: ClusterJob) -> list[str]:
     """Returns what the user should know about the image."""
     if job.image is not None:
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass, field
 
 from rl.errors import ConfigError
@@ -62,7 +63,8 @@ class Secret:
 
 @dataclass(frozen=True)
 class CloudNames:
-    """Where the run goes: names of the cloud's own, None where the command asks for them."""
+    """Where the run goes: names of the cloud's own, None where the command asks for them. setup:
+    shell lines before the run, on SLURM."""
 
     project: str | None = None
     zone: str | None = None
@@ -72,18 +74,54 @@ class CloudNames:
     partition: str | None = None
     account: str | None = None
     time: str | None = None
+    setup: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Job:
+class Capacity:
+    """How the machines are paid for. spot: they may be taken away. reservation: its name."""
+
+    spot: bool
+    reservation: str | None
+
+
+@dataclass(frozen=True)
+class RestartLimits:
+    """grace: seconds from the request to stop to the kill. max_restarts: starts after the first."""
+
+    grace: int
+    max_restarts: int
+
+
+@dataclass(frozen=True)
+class Packages:
+    """What the image installs.
+
+    wheel: what `pip wheel` takes to make the wheel. version: of the wheel. extras: of the wheel,
+    besides those of the platform and the schemes. schemes: of the URLs that the run reads and
+    writes, such as gs.
+    """
+
+    wheel: str
+    version: str
+    extras: tuple[str, ...] = ()
+    schemes: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Absolute paths. working: where the command line was typed. output: of the files."""
+
+    working: str
+    output: str
+
+
+@dataclass(frozen=True)
+class ClusterJob:
     """A run to launch.
 
     name: of the job and of the folder of the run. bucket: remote folder of runs. image: of the
-    container; None: none was named. grace: seconds from the request to stop to the kill.
-    max_restarts: starts after the first. setup: shell lines before the run, on SLURM. wheel: what
-    `pip wheel` takes to make the wheel. extras: of the wheel, besides those of the platform and the
-    schemes. schemes: of the URLs that the run reads and writes, such as gs. folder: working
-    directory of the command line. directory: of the files. Both are absolute.
+    container; None: none was named.
     """
 
     name: str
@@ -91,23 +129,16 @@ class Job:
     bucket: str | None
     image: str | None
     secrets: tuple[Secret, ...]
-    spot: bool
-    reservation: str | None
-    grace: int
-    max_restarts: int
-    setup: tuple[str, ...]
-    wheel: str
-    version: str
-    extras: tuple[str, ...]
-    schemes: frozenset[str]
-    folder: str
-    directory: str
-    places: CloudNames = field(default_factory=CloudNames)
+    capacity: Capacity
+    limits: RestartLimits
+    packages: Packages
+    folders: Folders
+    places: CloudNames
 
     @property
     def tag(self) -> str:
         """The image, or a name that shows that none was given."""
-        return self.image or f"duet-rl:{self.version}-{self.machines.platform}"
+        return self.image or f"duet-rl:{self.packages.version}-{self.machines.platform}"
 
     def train(self, runs: str = RUNS, file: str = RUN_FILE) -> list[str]:
         """Returns the command of a process, without the options that join processes.
@@ -147,11 +178,25 @@ class Launched:
     remarks: list[str] = field(default_factory=list)
 
 
+_PLAIN = re.compile(r"[\w./:@,+%-]+")
+
+
+def plain_name(option: str, text: str | None) -> str | None:
+    """Returns a name that files carry as it is. Raises ConfigError for one with blanks, quotes or
+    other characters that no cloud has in names."""
+    if text is not None and not _PLAIN.fullmatch(text):
+        raise ConfigError(
+            f"{option} {text!r}: use letters, digits and the characters - _ . / : @ , + %"
+        )
+    return text
+
+
 def job_name(text: str | None, file: str) -> str:
     """Returns the name of a job: as asked for, or made of the name of the configuration file.
     Raises ConfigError for one that the clouds refuse."""
     if text is None:
-        slug = re.sub(r"[^a-z0-9]+", "-", file.lower()).strip("-")
+        letters = unicodedata.normalize("NFKD", file).encode("ascii", "ignore").decode()
+        slug = re.sub(r"[^a-z0-9]+", "-", letters.lower()).strip("-")
         slug = slug if slug[:1].isalpha() else f"run-{slug}"
         return slug[:LONGEST].rstrip("-")
     if not _NAME.fullmatch(text) or len(text) > LONGEST:

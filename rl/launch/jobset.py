@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from policy.json_types import JsonValue
 from rl.errors import ConfigError
 from rl.launch.containers import dockerfile, image_commands, image_remarks
-from rl.launch.job import FAILING_CODES, PORT, RUNS, Command, Job, Launched, Secret
+from rl.launch.job import FAILING_CODES, PORT, RUNS, Capacity, ClusterJob, Command, Launched, Secret
+from rl.launch.machines import Machines
 from rl.launch.yaml_text import dump
 
 FILE = "jobset.yaml"
@@ -20,12 +20,16 @@ _HEADER = """\
 """
 
 
-def launched(job: Job) -> Launched:
-    """Returns the JobSet. Raises ConfigError for a GPU that GKE does not have."""
-    if job.machines.platform == "gpu" and job.machines.gpu.gke is None:
-        raise ConfigError(f"--topology {job.machines.name}: GKE has no such GPUs")
+def check(machines: Machines, capacity: Capacity) -> None:
+    """Raises ConfigError for a GPU that GKE does not have."""
+    if machines.platform == "gpu" and machines.gpu.gke is None:
+        raise ConfigError(f"--topology {machines.name}: GKE has no such GPUs")
+
+
+def launched(job: ClusterJob) -> Launched:
+    """Returns the JobSet."""
     codes = f"{FAILING_CODES[0]} to {FAILING_CODES[-1]}"
-    text = _HEADER.format(codes=codes, restarts=job.max_restarts) + dump(_jobset(job))
+    text = _HEADER.format(codes=codes, restarts=job.limits.max_restarts) + dump(_jobset(job))
     at = f" -n {job.places.namespace}" if job.places.namespace else ""
     commands = [*image_commands(job)]
     commands += [
@@ -53,16 +57,16 @@ def launched(job: Job) -> Launched:
     return Launched({FILE: text, **dockerfile(job)}, commands, image_remarks(job))
 
 
-def _by_store(job: Job) -> dict[str, list[Secret]]:
+def _by_store(job: ClusterJob) -> dict[str, list[Secret]]:
     stores: dict[str, list[Secret]] = {}
     for each in job.secrets:
         stores.setdefault(each.kubernetes, []).append(each)
     return stores
 
 
-def _jobset(job: Job) -> dict[str, Any]:
+def _jobset(job: ClusterJob) -> dict[str, JsonValue]:
     machines = job.machines
-    metadata: dict[str, Any] = {"name": job.name}
+    metadata: dict[str, JsonValue] = {"name": job.name}
     if job.places.namespace:
         metadata["namespace"] = job.places.namespace
     if machines.platform == "tpu":
@@ -77,7 +81,7 @@ def _jobset(job: Job) -> dict[str, Any]:
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": {
-                "maxRestarts": job.max_restarts,
+                "maxRestarts": job.limits.max_restarts,
                 "rules": [
                     {
                         "name": "failed",
@@ -97,7 +101,7 @@ def _jobset(job: Job) -> dict[str, Any]:
     }
 
 
-def _job(job: Job) -> dict[str, Any]:
+def _job(job: ClusterJob) -> dict[str, JsonValue]:
     return {
         "parallelism": job.machines.hosts,
         "completions": job.machines.hosts,
@@ -119,12 +123,12 @@ def _job(job: Job) -> dict[str, Any]:
     }
 
 
-def _pod(job: Job) -> dict[str, Any]:
-    pod: dict[str, Any] = {
+def _pod(job: ClusterJob) -> dict[str, JsonValue]:
+    pod: dict[str, JsonValue] = {
         "restartPolicy": "Never",
         "hostNetwork": True,
         "dnsPolicy": "ClusterFirstWithHostNet",
-        "terminationGracePeriodSeconds": job.grace,
+        "terminationGracePeriodSeconds": job.limits.grace,
         "containers": [_container(job)],
         "volumes": [
             {"name": "runs", "emptyDir": {}},
@@ -140,7 +144,7 @@ def _pod(job: Job) -> dict[str, Any]:
     return pod
 
 
-def _selector(job: Job) -> dict[str, str]:
+def _selector(job: ClusterJob) -> dict[str, str]:
     machines = job.machines
     selector = {}
     if machines.platform == "tpu":
@@ -150,21 +154,21 @@ def _selector(job: Job) -> dict[str, str]:
         }
     elif machines.platform == "gpu":
         selector = {"cloud.google.com/gke-accelerator": str(machines.gpu.gke)}
-    if job.spot:
+    if job.capacity.spot:
         selector["cloud.google.com/gke-spot"] = "true"
-    if job.reservation is not None:
-        selector["cloud.google.com/reservation-name"] = job.reservation
+    if job.capacity.reservation is not None:
+        selector["cloud.google.com/reservation-name"] = job.capacity.reservation
         if machines.platform == "gpu":
             selector["cloud.google.com/reservation-affinity"] = "specific"
     return selector
 
 
-def _tolerations(job: Job) -> list[dict[str, str]]:
+def _tolerations(job: ClusterJob) -> list[dict[str, str]]:
     tolerations = []
     if job.machines.platform != "cpu":
         taint = {"key": _resource(job), "operator": "Exists", "effect": "NoSchedule"}
         tolerations.append(taint)
-    if job.spot:
+    if job.capacity.spot:
         tolerations.append(
             {
                 "key": "cloud.google.com/gke-spot",
@@ -176,20 +180,23 @@ def _tolerations(job: Job) -> list[dict[str, str]]:
     return tolerations
 
 
-def _resource(job: Job) -> str:
+def _resource(job: ClusterJob) -> str:
     names = {"tpu": "google.com/tpu", "gpu": "nvidia.com/gpu", "cpu": "cpu"}
     return names[job.machines.platform]
 
 
-def _container(job: Job) -> dict[str, Any]:
+def _container(job: ClusterJob) -> dict[str, JsonValue]:
     machines = job.machines
     chips = {_resource(job): str(machines.chips)}
-    container: dict[str, Any] = {
+    ports = [PORT]
+    if machines.platform == "tpu":
+        ports += [8471, 8080]  # of chips within a slice, and of slices
+    container: dict[str, JsonValue] = {
         "name": _CONTAINER,
         "image": job.tag,
         "command": [*job.train(), *_joined(job)],
         "env": _variables(job),
-        "ports": [{"containerPort": PORT}],
+        "ports": [{"containerPort": port} for port in ports],
         "resources": {"requests": chips, "limits": chips},
         "volumeMounts": [
             {"name": "runs", "mountPath": RUNS},
@@ -197,13 +204,11 @@ def _container(job: Job) -> dict[str, Any]:
         ],
     }
     if machines.platform == "tpu":
-        # Chips talk over 8471 within a slice, and slices over 8080.
-        container["ports"] += [{"containerPort": 8471}, {"containerPort": 8080}]
         container["securityContext"] = {"privileged": True}
     return container
 
 
-def _variables(job: Job) -> list[dict[str, Any]]:
+def _variables(job: ClusterJob) -> list[dict[str, JsonValue]]:
     """Returns the variables of the job's secrets. Without any, those of the hub and of Weights &
     Biases are set where the cluster has them."""
     secrets = job.secrets or [Secret.read(name) for name in _OPTIONAL]
@@ -217,7 +222,7 @@ def _variables(job: Job) -> list[dict[str, Any]]:
     ]
 
 
-def _joined(job: Job) -> list[str]:
+def _joined(job: ClusterJob) -> list[str]:
     """Returns the options that join the processes. On TPUs GKE sets the variables that jax reads;
     elsewhere jax would ask Kubernetes, which needs a client and rights."""
     machines = job.machines

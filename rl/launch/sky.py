@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
 from urllib.parse import urlsplit
 
+from policy.json_types import JsonValue
 from rl.errors import ConfigError
 from rl.launch.containers import FILES, extras, packages, wheel_command
-from rl.launch.job import PORT, RESTARTING_CODES, Command, Job, Launched
+from rl.launch.job import PORT, RESTARTING_CODES, Capacity, ClusterJob, Command, Launched
+from rl.launch.machines import Machines
 from rl.launch.yaml_text import dump
 
 FILE = "sky.yaml"
@@ -25,14 +26,13 @@ uv pip install --python ~/duet/bin/python "$(echo *.whl){extras}"{packages}
 """
 
 
-def launched(job: Job) -> Launched:
-    """Returns the task. Raises ConfigError for machines that SkyPilot has no name for."""
-    _check(job)
+def launched(job: ClusterJob) -> Launched:
+    """Returns the task."""
     codes = " and ".join(map(str, RESTARTING_CODES))
     files = {FILE: _HEADER.format(codes=codes) + dump(_task(job))}
     options = "".join(f" --secret {each.variable}" for each in job.secrets)
-    if job.reservation is not None:
-        files[SETTINGS] = dump({"gcp": {"specific_reservations": [job.reservation]}})
+    if job.capacity.reservation is not None:
+        files[SETTINGS] = dump({"gcp": {"specific_reservations": [job.capacity.reservation]}})
         options += f" --config {SETTINGS}"
     commands = [
         wheel_command(job),
@@ -44,8 +44,8 @@ def launched(job: Job) -> Launched:
     return Launched(files, commands)
 
 
-def _check(job: Job) -> None:
-    machines = job.machines
+def check(machines: Machines, capacity: Capacity) -> None:
+    """Raises ConfigError for machines that SkyPilot has no name for."""
     refused = None
     if machines.platform == "gpu":
         refused = "SkyPilot needs the type of the GPUs" if machines.gpu.sky is None else None
@@ -64,8 +64,8 @@ def _check(job: Job) -> None:
         raise ConfigError(f"--topology {machines.name}: {refused}")
 
 
-def _task(job: Job) -> dict[str, Any]:
-    task: dict[str, Any] = {
+def _task(job: ClusterJob) -> dict[str, JsonValue]:
+    task: dict[str, JsonValue] = {
         "name": job.name,
         "num_nodes": 1 if job.machines.platform == "tpu" else job.machines.hosts,
         "workdir": FILES,
@@ -82,9 +82,9 @@ def _task(job: Job) -> dict[str, Any]:
     return task
 
 
-def _resources(job: Job) -> dict[str, Any]:
+def _resources(job: ClusterJob) -> dict[str, JsonValue]:
     machines = job.machines
-    resources: dict[str, Any]
+    resources: dict[str, JsonValue]
     if machines.platform == "tpu":
         resources = {
             "infra": _infra(job),
@@ -95,11 +95,11 @@ def _resources(job: Job) -> dict[str, Any]:
         resources = {"cpus": f"{machines.chips}+"}
         if machines.platform == "gpu":
             resources = {"accelerators": {str(machines.gpu.sky): machines.chips}}
-        if job.reservation is not None:
+        if job.capacity.reservation is not None:
             resources = {"infra": _infra(job), **resources}
         if job.image is not None:
             resources["image_id"] = f"docker:{job.image}"
-    resources["use_spot"] = job.spot
+    resources["use_spot"] = job.capacity.spot
     resources["job_recovery"] = {
         "max_restarts_on_errors": 0,
         "recover_on_exit_codes": list(RESTARTING_CODES),
@@ -107,12 +107,12 @@ def _resources(job: Job) -> dict[str, Any]:
     return resources
 
 
-def _infra(job: Job) -> str:
+def _infra(job: ClusterJob) -> str:
     zone = job.places.zone
     return f"gcp/{zone.rpartition('-')[0]}/{zone}" if zone else "gcp"
 
 
-def _run(job: Job) -> str:
+def _run(job: ClusterJob) -> str:
     """Returns the shell line of the run, in which the shell of the machine expands $HOME."""
     words = job.train(runs="RUNS")
     text = shlex.join(words).replace("RUNS/", '"$HOME"/runs/')

@@ -6,7 +6,7 @@ import shlex
 
 from rl.errors import ConfigError
 from rl.launch.containers import FILES, dockerfile, image_commands
-from rl.launch.job import FAILING_CODES, PORT, RUN_FILE, Command, Job, Launched
+from rl.launch.job import FAILING_CODES, PORT, RUN_FILE, Capacity, ClusterJob, Command, Launched
 from rl.launch.machines import Machines
 from rl.launch.shell import AGAIN, lines, quoted
 
@@ -54,20 +54,19 @@ exit "$code"
 """
 
 
-def launched(job: Job) -> Launched:
-    """Returns the batch script. Raises ConfigError for TPUs and what SLURM has no word for."""
-    _check(job)
+def launched(job: ClusterJob) -> Launched:
+    """Returns the batch script. Raises ConfigError for a path with a quotation mark."""
     last = FAILING_CODES[-1]
     checks = "".join(
         f': "${{{each.variable}:?set it where you type sbatch}}"\n' for each in job.secrets
     )
     script = _SCRIPT.format(
         options="\n".join(f"#SBATCH {each}" for each in _options(job)),
-        grace=job.grace,
-        restarts=job.max_restarts,
-        folder=quoted(job.folder),
+        grace=job.limits.grace,
+        restarts=job.limits.max_restarts,
+        folder=quoted(job.folders.working),
         checks=checks,
-        setup="".join(f"{line}\n" for line in job.setup),
+        setup="".join(f"{line}\n" for line in job.places.setup),
         last=last,
         shift=_SHIFT,
         shift_pattern=f"20[{FAILING_CODES[0]}-{last}]",
@@ -93,17 +92,18 @@ def launched(job: Job) -> Launched:
     return Launched({FILE: script, **(dockerfile(job) if job.image else {})}, commands, remarks)
 
 
-def _check(job: Job) -> None:
-    if job.machines.platform == "tpu":
+def check(machines: Machines, capacity: Capacity) -> None:
+    """Raises ConfigError for TPUs and what SLURM has no word for."""
+    if machines.platform == "tpu":
         raise ConfigError(
-            f"--topology {job.machines.name}: `rl launch slurm` is for GPUs, as 2xh100:8; for "
+            f"--topology {machines.name}: `rl launch slurm` is for GPUs, as 2xh100:8; for "
             "TPUs: jobset, xpk, tpu-vm or sky"
         )
-    if job.spot:
+    if capacity.spot:
         raise ConfigError("--spot: SLURM has none; name a partition with --partition")
 
 
-def _options(job: Job) -> list[str]:
+def _options(job: ClusterJob) -> list[str]:
     machines, places = job.machines, job.places
     options = [
         f"--job-name={job.name}",
@@ -113,13 +113,13 @@ def _options(job: Job) -> list[str]:
         f"--output={job.name}-%j.log",
         "--open-mode=append",
         "--requeue",
-        f"--signal=B:TERM@{job.grace}",
+        f"--signal=B:TERM@{job.limits.grace}",
     ]
     named = {
         "partition": places.partition,
         "account": places.account,
         "time": places.time,
-        "reservation": job.reservation,
+        "reservation": job.capacity.reservation,
     }
     return options + [f"--{name}={value}" for name, value in named.items() if value is not None]
 
@@ -131,22 +131,22 @@ def _chips(machines: Machines) -> str:
     return f"--gpus-per-node={kind}{machines.chips}"
 
 
-def _srun(job: Job) -> list[str]:
+def _srun(job: ClusterJob) -> list[str]:
     words = ["srun --kill-on-bad-exit=1"]
     if job.image:
         words += [
             f"--container-image={quoted(job.image)}",
-            f"--container-mounts={quoted(f'{job.folder}:{job.folder}')}",
-            f"--container-workdir={quoted(job.folder)}",
+            f"--container-mounts={quoted(f'{job.folders.working}:{job.folders.working}')}",
+            f"--container-workdir={quoted(job.folders.working)}",
         ]
     return words
 
 
-def _train(job: Job) -> str:
+def _train(job: ClusterJob) -> str:
     """Returns the command of a task, for a text in single quotes. jax would give a task the one
     device with the number of the task on its node; with these options it has all."""
-    file = f"{job.directory}/{FILES}/{RUN_FILE}"
-    words = [quoted(word) for word in job.train(f"{job.folder}/runs", file)]
+    file = f"{job.folders.output}/{FILES}/{RUN_FILE}"
+    words = [quoted(word) for word in job.train(f"{job.folders.working}/runs", file)]
     words.append(f"--processes {job.machines.hosts}")
     if job.machines.hosts > 1:
         words.append('--process "$SLURM_PROCID" --coordinator "$0"')

@@ -6,7 +6,8 @@ import shlex
 
 from rl.errors import ConfigError
 from rl.launch.containers import dockerfile, image_commands, image_remarks
-from rl.launch.job import Command, Job, Launched, Secret
+from rl.launch.job import Capacity, ClusterJob, Command, Launched, Secret
+from rl.launch.machines import Machines
 from rl.launch.shell import AGAIN, FAILED, lines, quoted, required
 
 FILE = "tpu-vm.sh"
@@ -106,9 +107,8 @@ exit "$code"
 """
 
 
-def launched(job: Job) -> Launched:
-    """Returns the scripts. Raises ConfigError for machines that are no TPU VMs."""
-    machines = job.machines
+def check(machines: Machines, capacity: Capacity) -> None:
+    """Raises ConfigError for machines that are no TPU VMs."""
     if machines.platform != "tpu":
         raise ConfigError(
             f"--topology {machines.name}: no TPUs; for GPUs: rl launch jobset, slurm or sky"
@@ -118,6 +118,11 @@ def launched(job: Job) -> Launched:
             f"--topology {machines.name}: {machines.kind} comes with GKE only; use rl launch "
             "jobset or xpk"
         )
+
+
+def launched(job: ClusterJob) -> Launched:
+    """Returns the scripts."""
+    machines = job.machines
     several = machines.slices > 1
     nodes = [f"{job.name}-{number}" for number in range(machines.slices)] if several else [job.name]
     places = job.places
@@ -128,8 +133,8 @@ def launched(job: Job) -> Launched:
         zone=required("ZONE", places.zone, "us-east5-a"),
         nodes=" ".join(nodes),
         create=lines(_create(job), indent=" " * 8),
-        restarts=job.max_restarts,
-        times=job.max_restarts + 1,
+        restarts=job.limits.max_restarts,
+        times=job.limits.max_restarts + 1,
         failed=FAILED,
     )
     commands = [
@@ -152,7 +157,7 @@ def launched(job: Job) -> Launched:
     return Launched(files, commands, image_remarks(job))
 
 
-def _create(job: Job) -> list[str]:
+def _create(job: ClusterJob) -> list[str]:
     machines = job.machines
     # Only the alpha track has --reservation.
     words = [f"{_gcloud(job)} compute tpus queued-resources create {job.name}"]
@@ -167,22 +172,22 @@ def _create(job: Job) -> list[str]:
     words.append(f"--runtime-version={machines.tpu.runtime}")
     if job.places.service_account:
         words.append(f"--service-account={quoted(job.places.service_account)}")
-    if job.spot:
+    if job.capacity.spot:
         words.append("--spot")
-    if job.reservation is not None:
-        words.append(f"--reservation={quoted(job.reservation)}")
+    if job.capacity.reservation is not None:
+        words.append(f"--reservation={quoted(job.capacity.reservation)}")
     return [*words, '--project="$project"', '--zone="$zone"']
 
 
-def _gcloud(job: Job) -> str:
-    return "gcloud alpha" if job.reservation else "gcloud"
+def _gcloud(job: ClusterJob) -> str:
+    return "gcloud alpha" if job.capacity.reservation else "gcloud"
 
 
 def _secret(secret: Secret) -> str:
     return secret.secret or secret.variable
 
 
-def _worker(job: Job) -> str:
+def _worker(job: ClusterJob) -> str:
     host = job.tag.partition("/")[0]
     prepare = ""
     if host.endswith(("pkg.dev", "gcr.io")):
@@ -194,7 +199,7 @@ def _worker(job: Job) -> str:
     sudo = f"sudo --preserve-env={names}" if names else "sudo"
     words = [
         f"{sudo} docker run -d --name {job.name}",
-        f"--privileged --net=host --shm-size=16g --stop-timeout={job.grace}",
+        f"--privileged --net=host --shm-size=16g --stop-timeout={job.limits.grace}",
         "-v /var/lib/duet/runs:/runs",
         *(f"-e {each.variable}" for each in job.secrets),
         quoted(job.tag),
@@ -203,7 +208,7 @@ def _worker(job: Job) -> str:
     return _WORKER.format(
         prepare=prepare,
         name=job.name,
-        restarts=job.max_restarts,
+        restarts=job.limits.max_restarts,
         run=lines(words, indent=" " * 12),
         again=AGAIN,
     )

@@ -6,7 +6,8 @@ import shlex
 
 from rl.errors import ConfigError
 from rl.launch.containers import dockerfile, image_commands, image_remarks
-from rl.launch.job import RESTARTING_CODES, Command, Job, Launched
+from rl.launch.job import RESTARTING_CODES, Capacity, ClusterJob, Command, Launched
+from rl.launch.machines import Machines
 from rl.launch.shell import lines, quoted, required
 
 FILE = "xpk.sh"
@@ -25,9 +26,8 @@ exec {command} "$@"
 _NO_ONE_HOST = ("1x1", "2x2")
 
 
-def launched(job: Job) -> Launched:
-    """Returns the script. Raises ConfigError for machines that xpk does not know."""
-    machines = job.machines
+def check(machines: Machines, capacity: Capacity) -> None:
+    """Raises ConfigError for machines that xpk does not know."""
     if machines.platform != "tpu":
         raise ConfigError(
             f"--topology {machines.name}: `rl launch xpk` is for TPUs; for GPUs: jobset, slurm, sky"
@@ -37,6 +37,11 @@ def launched(job: Job) -> Launched:
             f"--topology {machines.name}: xpk has no such slice (nearest: v5e:2x4); or: "
             "rl launch jobset"
         )
+
+
+def launched(job: ClusterJob) -> Launched:
+    """Returns the script."""
+    machines = job.machines
     name = machines.slice_name if machines.is_usual else f"{machines.tpu.prefix}-{machines.shape}"
     places = job.places
     words = [
@@ -50,9 +55,9 @@ def launched(job: Job) -> Launched:
         f"--docker-image={quoted(job.tag)}",
         # xpk runs the command in a shell of its own, which sends SIGTERM to its child.
         f"--command={quoted('exec ' + shlex.join(job.train_on_tpus()))}",
-        f"--max-restarts={job.max_restarts}",
+        f"--max-restarts={job.limits.max_restarts}",
         f"--restart-on-exit-codes={','.join(map(str, RESTARTING_CODES))}",
-        f"--termination-grace-period-seconds={job.grace}",
+        f"--termination-grace-period-seconds={job.limits.grace}",
     ]
     files = dockerfile(job)
     remarks = image_remarks(job)
@@ -66,11 +71,11 @@ def launched(job: Job) -> Launched:
         )
     if places.namespace:
         words.append(f"--namespace={quoted(places.namespace)}")
-    if job.spot:
+    if job.capacity.spot:
         words.append("--spot")
-    if job.reservation is not None:
-        words.append(f"--reservation={quoted(job.reservation)}")
-    script = _SCRIPT.format(restarts=job.max_restarts, file=FILE, command=lines(words))
+    if job.capacity.reservation is not None:
+        words.append(f"--reservation={quoted(job.capacity.reservation)}")
+    script = _SCRIPT.format(restarts=job.limits.max_restarts, file=FILE, command=lines(words))
     at = f"--cluster={places.cluster or '$CLUSTER'}"
     commands = [
         *image_commands(job),

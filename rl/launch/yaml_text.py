@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import yaml
+
+from policy.json_types import JsonValue
 
 
 class _Dumper(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
@@ -20,6 +20,6 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-def dump(value: Any) -> str:
+def dump(value: JsonValue) -> str:
     """Returns a value as YAML, with keys in their order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=4096)

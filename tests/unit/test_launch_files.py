@@ -709,3 +709,24 @@ def test_options_of_another_kind_are_named_and_unknown_extras_refused(tmp_path, 
     assert "--zone is not used: it is for xpk, tpu-vm, sky" in said and "--time is" not in said
     assert launch("slurm", "2xh100:8", tmp_path, "--extra", "visoin") == 2
     assert "--extra visoin: duet-rl has no such extra (nearest: vision" in capsys.readouterr().err
+
+
+def test_a_name_is_made_of_the_letters_of_the_file(tmp_path):
+    file = tmp_path / "Über Läufe 1.yml"
+    file.write_text(Path(QUICKSTART).read_text())
+    assert launch("jobset", "v6e:4x4", tmp_path / "o", "--no-check", config=str(file)) == 0
+    assert jobset(tmp_path / "o")["metadata"]["name"] == "uber-laufe-1"
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--partition", "gpu\nrm -rf /"],
+        ["--image", "host/duet 1"],
+        ["--reservation", "a b"],
+        ["--time", "$(date)"],
+    ],
+)
+def test_a_name_that_would_break_a_line_is_refused(option, tmp_path, capsys):
+    assert launch("slurm", "2xh100:8", tmp_path / "x", *option) == 2
+    assert f"{option[0]} '" in capsys.readouterr().err and not (tmp_path / "x").exists()
