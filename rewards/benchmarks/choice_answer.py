@@ -39,7 +39,7 @@ _NAMED = re.compile(
     rf"\b(?i:answer|choice|option)(?i:\s+is)?(?:\s*[*_]+)?\s*(?::|(?i:(?<=is)|(?<=is\*\*))){_OPEN}"
     rf"{_OPINION}(?i:option\s+)?{_TEXT}(?!I\s+{_SPEAKER}){_LETTER}"
 )
-_STRICT = re.compile(r"answer is \(?([A-Z])\)?(?![A-Za-z0-9])")
+_STRICT = re.compile(r"answer is \(?([A-J])")
 _ALONE = re.compile(rf"^[\s*_$(\[]*{_LETTER}(?=[\s*_$).:\]]|$)[\s*_$).:\]]*$", re.MULTILINE)
 _LEADING = re.compile(r"^[\s*_(\[]*([A-Z])[).:\]]")
 
@@ -47,14 +47,15 @@ _LEADING = re.compile(r"^[\s*_(\[]*([A-Z])[).:\]]")
 def choice(text: str, form: str = "any") -> str | None:
     """Returns the letter of the option that a text chooses, or None.
 
-    form: "answer is (X)" reads only these words, with or without the brackets. "any" tries in this
-    order: the last "answer is X", "Answer: X" or "the correct option is X"; the last box, even if
-    it has no letter or several, which choose none; the last line that is a letter alone; a letter
-    at the start with a bracket, full stop or colon after it, as in "B) 12".
+    form: "answer is (X)" reads the letter A to J after the first "answer is" that has one, with or
+    without the bracket, as the published check of MMLU-Pro does. "any" tries in this order: the
+    last "answer is X", "Answer: X" or "the correct option is X"; the last box, even if it has no
+    letter or several, which choose none; the last line that is a letter alone; a letter at the
+    start with a bracket, full stop or colon after it, as in "B) 12".
     """
     if form == "answer is (X)":
-        matches = _STRICT.findall(text)
-        return matches[-1] if matches else None
+        match = _STRICT.search(text)
+        return match[1] if match else None
     if matches := _NAMED.findall(text):
         return matches[-1]
     inside = boxed(text)

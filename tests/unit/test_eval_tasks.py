@@ -1,7 +1,9 @@
 """The tasks of `rl eval`: their files, prompts from rows in the columns of their sources, and what
 their rewards make of answers."""
 
+import itertools
 import json
+import re
 from pathlib import Path
 
 import answer_strings
@@ -105,12 +107,12 @@ def test_a_plain_prompt_has_the_shots_before_it(encoder):
         "sale. What does it cost?\nAnswer:"
     )
     assert ready.problems[1].ids == encoder.tokenizer.encode(text)
-    assert ready.params.stop == ("Question:", "\n\n")
+    assert ready.params.stop == ("Question:",)
     assert prepared("gsm8k", encoder).params.stop == ()  # a chat model ends its turn
     named = prepared("gsm8k", encoder, stop=("END",))
     assert named.params.stop == ("END",) and named.settings["stop"] == ["END"]
     plain = prepared("gsm8k", encoder, stop=("END",), chat=False)
-    assert plain.params.stop == ("Question:", "\n\n", "END")
+    assert plain.params.stop == ("Question:", "END")
 
 
 def test_shots_of_mmlu_pro_are_of_the_category_of_the_question(encoder):
@@ -185,6 +187,58 @@ def test_answers_are_read_from_completions(table):
     assert answer is not None
     rows = getattr(answer_strings, table)
     assert [(text, answer(text)) for text, _ in rows] == rows
+
+
+def first_match(pattern, text):
+    """The filter `regex` of lm-eval 0.4.13 with group_select 0."""
+    matches = re.findall(pattern, text)
+    return matches[0].strip() if matches else "[invalid]"
+
+
+def plain_number(text):
+    """What the metric of its task gsm8k compares: texts without these characters."""
+    for pattern in (",", r"\$", r"(?s).*#### ", r"\.$"):
+        text = re.sub(pattern, "", text)
+    return text
+
+
+ENDS = ("", ".", ",", " dollars", "!", "%", "\n", " (rounded)", "**", "\n\nSo: #### 7")
+
+
+def test_the_strict_score_of_gsm8k_is_that_of_lm_eval():
+    """Except for the value of a number: 12.00 is 12 here, and another text there."""
+    score = task.read("gsm8k").scores["strict"]
+    heads = ("It costs $5.\n", "", "3 + 4 = 7\n**")
+    forms = ("#### {}", "####{}", "####  {}", "#### ${}", "The answer is {}", "#### so {}")
+    numbers = ("18", "1,080", "-7", "0", "2.5", "3,000,000", "1e3", "x", "6/2")
+    parts = itertools.product(heads, forms, numbers, ENDS)
+    texts = [head + form.format(number) + end for head, form, number, end in parts]
+    for right in ("18", "1080", "-7", "0", "2.5", "3000000", "7", "1", "6"):
+        given = [first_match(r"#### (\-?[0-9\.\,]+)", text) for text in texts]
+        theirs = [plain_number(each) == plain_number(f"#### {right}") for each in given]
+        scores = load(score.reward)([""] * len(texts), texts, [right] * len(texts), **score.options)
+        ours = [each == 1 for each in scores]
+        assert [pair for pair in zip(texts, theirs, ours, strict=True) if pair[1] != pair[2]] == []
+        assert 20 < sum(ours) < len(texts)
+
+
+def test_the_strict_score_of_mmlu_pro_is_that_of_lm_eval():
+    score = task.read("mmlu_pro").scores["strict"]
+    forms = (
+        *("the answer is ({})", "answer is {}", "The answer is: {}", "the answer is not {}"),
+        *(
+            "the answer is {}. No, the answer is (A)",
+            "the answer is {}orrect",
+            "answer is(B) or {}",
+        ),
+        *("the answer is **{}**", "({})", "the answer is I think ({})", "The Answer is ({})"),
+    )
+    texts = [form.format(letter) + end for form in forms for letter in "ABCIJKZ" for end in ENDS]
+    for right in "ABCIJ":
+        theirs = [first_match(r"answer is \(?([ABCDEFGHIJ])\)?", text) == right for text in texts]
+        scores = load(score.reward)([""] * len(texts), texts, [right] * len(texts), **score.options)
+        assert [each == 1 for each in scores] == theirs
+        assert 20 < sum(theirs) < len(texts)
 
 
 def test_there_are_two_hundred_strings():
