@@ -188,3 +188,33 @@ def all_optimizations():
     yield
     jax.config.update("jax_disable_most_optimizations", True)
     jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def served_model(tmp_path_factory):
+    """A folder with a small model that writes random texts."""
+    from served import save_model
+
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    save_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_server(served_model):
+    """A server of that model. Its tests are of the group "serve", and leave it idle."""
+    from served import serving
+
+    with serving(served_model) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def writer_server(tmp_path_factory):
+    """A server whose model always thinks, speaks, and calls two tools."""
+    from served import PIECES, save_writer, serving
+
+    directory = tmp_path_factory.mktemp("models") / "writer"
+    save_writer(directory, PIECES)
+    with serving(directory, max_length=512) as server:
+        yield server

@@ -15,8 +15,9 @@ import uvicorn
 import policy
 from policy.huggingface import sources
 from rl.data.media import processors_of
-from rl.serve.app import application
-from rl.serve.service import ServerLimits, Service
+from rl.serve.limits import ServerLimits
+from rl.serve.server import server_config
+from rl.serve.service import Service
 from rollout import Generator, GeneratorOptions
 from rollout.adapter_pool import AdapterPool
 from rollout.text.tokenizer import characters, load_tokenizer
@@ -34,6 +35,20 @@ SMALL = {
     "eos_token_id": 2,
 }
 KEY = "a-key-for-the-tests"
+PIECES = (
+    "<think>",
+    "rain?",
+    "</think>",
+    "Let me see.",
+    "\n<tool_call>\n",
+    '{"name": "weather", "arguments": {"city": "Ulm", "days": "2"}}',
+    "\n</tool_call>",
+    "<tool_call>",
+    '{"name": "weather", "arguments": {"city": "Bonn"}}',
+    "</tool_call>",
+    "<tool_call>{broken}</tool_call>",
+)
+"""What the writer of the tests says: a reasoning, a text, two calls, and what is no call."""
 
 
 def save_model(directory: Path) -> None:
@@ -44,20 +59,20 @@ def save_model(directory: Path) -> None:
 
 @dataclass
 class Served:
-    """A server that answers. url: without a path."""
+    """A server that answers. url: without a path. http: a client that has the key."""
 
     service: Service
     url: str
     port: int
     generator: Generator
+    http: httpx.Client
+    config: uvicorn.Config
 
-    def post(self, path: str, body: object, **options) -> httpx.Response:
-        headers = {"authorization": f"Bearer {KEY}"}
-        return httpx.post(self.url + path, json=body, headers=headers, timeout=120, **options)
+    def post(self, path: str, body: object) -> httpx.Response:
+        return self.http.post(self.url + path, json=body)
 
     def get(self, path: str) -> httpx.Response:
-        headers = {"authorization": f"Bearer {KEY}"}
-        return httpx.get(self.url + path, headers=headers, timeout=120)
+        return self.http.get(self.url + path)
 
     def idle(self, seconds: float = 60) -> bool:
         """Waits until no completion runs, in the service and in the engine."""
@@ -96,15 +111,16 @@ def serving(
     service = Service(generator, tokenizer, "tiny", stops, limits, processors)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    config = uvicorn.Config(
-        application(service, "127.0.0.1", KEY), log_level="error", lifespan="off", access_log=False
-    )
+    config = server_config(service, "127.0.0.1", KEY)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],))
     service.engine.start()
     thread.start()
+    headers = {"authorization": f"Bearer {KEY}"}
+    limits_of_client = httpx.Limits(max_connections=None, max_keepalive_connections=8)
     try:
-        yield Served(service, f"http://127.0.0.1:{port}", port, generator)
+        with httpx.Client(headers=headers, timeout=120, limits=limits_of_client) as http:
+            yield Served(service, f"http://127.0.0.1:{port}", port, generator, http, config)
     finally:
         server.force_exit = True
         server.should_exit = True

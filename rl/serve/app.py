@@ -25,6 +25,15 @@ from rl.serve.service import Service
 _OPEN = frozenset({"/health"})
 """Paths that need no token."""
 _STATUS_CLIENT_GONE = 499
+_CLOSE = {"connection": "close"}
+_RETRY = {"retry-after": "1"}
+_ERROR_HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    408: _CLOSE,  # the rest of the body is not read
+    413: _CLOSE,
+    429: _RETRY,
+    503: _RETRY,
+}
 
 
 def application(service: Service, host: str, token: str | None) -> ASGIApp:
@@ -53,8 +62,14 @@ def application(service: Service, host: str, token: str | None) -> ASGIApp:
         Route("/detokenize", detokenize, methods=["POST"]),
         Route("/tokenizer_info", tokenizer_info),
     ]
-    handlers = {ApiError: _api_error, HTTPException: _http_error, ClientGone: _client_gone}
-    inner = Starlette(routes=routes, exception_handlers=handlers | {Exception: _internal_error})
+    handlers = {
+        ApiError: _api_error,
+        HTTPException: _http_error,
+        ClientGone: _client_gone,
+        RecursionError: _nested_too_deep,
+        Exception: _internal_error,
+    }
+    inner = Starlette(routes=routes, exception_handlers=handlers)
     inner.state.service = service
     paths = {route.path for route in routes}
     return _Guard(inner, service, host, token, paths)
@@ -133,10 +148,7 @@ def _key(headers: dict[bytes, bytes]) -> bytes:
 def error_response(path: str, error: ApiError) -> Response:
     """Returns an error in the form that clients of this path read."""
     body = error.anthropic if path.startswith("/v1/messages") else error.openai
-    headers = {"retry-after": "1"} if error.status in (429, 503) else None
-    if error.status == 401:
-        headers = {"www-authenticate": "Bearer"}
-    return JSONResponse(body, error.status, headers)
+    return JSONResponse(body, error.status, _ERROR_HEADERS.get(error.status))
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
@@ -153,6 +165,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     response = error_response(path, ApiError(error.status_code, text, None, code))
     response.headers.update(error.headers or {})
     return response
+
+
+async def _nested_too_deep(request: Request, error: Exception) -> Response:
+    """Answers for a body that could be read, but whose fields cannot be followed to their ends."""
+    problem = ApiError(400, "the body is nested too deep", None, "invalid_json")
+    return error_response(request.url.path, problem)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:

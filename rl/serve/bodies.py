@@ -3,6 +3,7 @@ name."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from starlette.requests import Request
 
 from rewards.suggest import nearest
 from rl.serve.errors import ApiError, invalid
+from rl.serve.limits import ServerLimits
 
 # Of a body that is too large, so many times the limit is read and dropped before the answer: a
 # client that is still sending when the connection is closed does not see the answer.
@@ -123,24 +125,19 @@ def _problem(detail: ErrorDetails, body: dict[str, Any]) -> _Problem:
     return _Problem(param, depth, message, _CODES.get(detail["type"], "invalid_value"))
 
 
-async def read_json(request: Request, most: int) -> dict[str, Any]:
+async def read_json(request: Request, limits: ServerLimits) -> dict[str, Any]:
     """Returns the object in the body of a request.
 
-    Raises ApiError: 413 for more than `most` bytes, 400 for anything but an object of JSON, for
-    the words NaN and Infinity, for numbers that no float holds (1e999), and for texts that have no
-    UTF-8.
+    Raises ApiError: 408 for a body that is not there in time, 413 for one with too many bytes, 400
+    for anything but an object of JSON, for the words NaN and Infinity, for numbers that no float
+    holds (1e999), and for texts that have no UTF-8.
     """
-    content = bytearray()
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > most * _READ:
-            break
-        if size <= most:
-            content += part
-    if size > most:
-        message = f"the body has more than {most} bytes (--max-body-mb)"
-        raise ApiError(413, message, None, "request_too_large")
+    try:
+        async with asyncio.timeout(limits.sending):
+            content = await _content(request, limits.body)
+    except TimeoutError:
+        message = f"the body was not complete after {limits.sending:g} seconds"
+        raise ApiError(408, message, None, "request_timeout") from None
     try:
         text = content.decode("utf-8")
         body = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
@@ -155,6 +152,22 @@ async def read_json(request: Request, most: int) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ApiError(400, "the body must be an object of JSON", None, "invalid_json")
     return body
+
+
+async def _content(request: Request, most: int) -> bytearray:
+    """Returns the body of a request. Raises ApiError for more than `most` bytes."""
+    content = bytearray()
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > most * _READ:
+            break
+        if size <= most:
+            content += part
+    if size > most:
+        message = f"the body has more than {most} bytes (--max-body-mb)"
+        raise ApiError(413, message, None, "request_too_large")
+    return content
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -16,6 +16,7 @@ _OPENAI_TYPES = {
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
+    408: "timeout_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rl.serve.errors import ApiError, invalid
@@ -13,6 +15,8 @@ from rollout.media.expand import Expanded
 from rollout.media.loader import Loader
 from rollout.media.processors import Processors
 from rollout.media.reference import Reference, refer
+
+_WAITING = 16  # requests whose pictures are decoded at the same time
 
 
 def picture_of(url: str, place: str) -> Reference:
@@ -33,7 +37,8 @@ def picture_of(url: str, place: str) -> Reference:
 class Pictures:
     """Encodes the pictures of requests with the towers of the model.
 
-    processors: what reads pictures for the model. Only the thread of the engine calls `prompt`.
+    processors: what reads pictures for the model. Only the thread of the engine calls `prompt`,
+    which finds pictures that `decode` has decoded.
     """
 
     def __init__(self, generator: Generator, processors: Processors):
@@ -42,6 +47,7 @@ class Pictures:
         self.processors = processors
         rows = 1 << (generator.max_length - 1).bit_length()  # a prompt has no more placeholders
         encoder = MediaEncoder(generator.model.graph)
+        self._waiting = ThreadPoolExecutor(_WAITING, thread_name_prefix="pictures")
         self._tables = MediaTables(encoder, Loader(processors), rows)
 
     def check(self, references: Sequence[Reference]) -> None:
@@ -51,6 +57,18 @@ class Pictures:
                 self.processors.of(reference.kind).shapes(reference.size)
             except ValueError as error:
                 raise invalid(reference.where, str(error)) from None
+
+    async def decode(self, expanded: Expanded) -> None:
+        """Decodes the pictures of a prompt in the threads of the loader. Raises ApiError for one
+        that cannot be decoded."""
+        loader = self._tables.loader
+        loader.prefetch(expanded.references)
+        loop = asyncio.get_running_loop()
+        for reference in expanded.references:
+            try:
+                await loop.run_in_executor(self._waiting, loader.inputs, [reference])
+            except ValueError as error:
+                raise invalid(reference.where, str(error), "invalid_image") from None
 
     def prompt(self, generator: Generator, expanded: Expanded) -> EncodedPrompt:
         """Returns a prompt with the rows of its pictures. Raises ApiError for one that cannot be
@@ -66,4 +84,5 @@ class Pictures:
 
     def close(self) -> None:
         """Ends the threads that decode pictures."""
+        self._waiting.shutdown()
         self._tables.loader.close()

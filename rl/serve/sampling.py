@@ -127,6 +127,13 @@ class SamplingFields(Body):
     response_format: ResponseFormat = ResponseFormat(type="text")
     structured_outputs: StructuredOutputs | None = None
 
+    @field_validator("bad_words")
+    @classmethod
+    def _have_letters(cls, words: list[str]) -> list[str]:
+        if not all(map(str.strip, words)):
+            raise ValueError("a word has more than blanks")
+        return words
+
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _few(cls, biases: Any) -> Any:

@@ -12,12 +12,13 @@ import uvicorn
 
 from rl.listener import listen, read_token, valid_token
 from rl.serve.app import application
+from rl.serve.connections import Connection, most_connections
 from rl.serve.service import Service
 
 _LOOK = 0.05  # seconds between looks at what still runs, while the server ends
 
 
-class _DrainingServer(uvicorn.Server):
+class DrainingServer(uvicorn.Server):
     """A server that refuses new requests after the first signal and ends when the others have
     ended, or after the second signal."""
 
@@ -52,22 +53,30 @@ class _DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(service: Service, listener: socket.socket, host: str, token: str | None) -> None:
-    """Serves on a bound socket until SIGTERM or Ctrl-C. Raises ResourceError if another process
-    has taken the port."""
-    listen(listener)
-    config = uvicorn.Config(
+def server_config(service: Service, host: str, token: str | None) -> uvicorn.Config:
+    """Returns how uvicorn runs the server."""
+    return uvicorn.Config(
         application(service, host, token),
-        log_level="warning",
+        http=Connection,
+        limit_concurrency=most_connections(),
+        ws="none",
+        log_level="error",  # requests that are no HTTP are the client's matter
         access_log=False,
         lifespan="off",
         server_header=False,
         timeout_keep_alive=30,
     )
+
+
+def serve(service: Service, listener: socket.socket, host: str, token: str | None) -> None:
+    """Serves on a bound socket until SIGTERM or Ctrl-C. Raises ResourceError if another process
+    has taken the port."""
+    listen(listener)
+    config = server_config(service, host, token)
     service.engine.start()
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            _DrainingServer(config, service).run(sockets=[listener])
+            DrainingServer(config, service).run(sockets=[listener])
     finally:
         service.close()
 

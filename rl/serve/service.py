@@ -10,12 +10,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from rl.serve.engine_thread import EngineThread, Job, NewTokens
 from rl.serve.errors import ApiError, invalid
+from rl.serve.limits import ServerLimits
 from rl.serve.logprobs import TokenSpelling
 from rl.serve.metrics import RequestTimes, ServerMetrics
 from rl.serve.pictures import Pictures
@@ -29,20 +31,8 @@ from rollout.text.interface import Tokenizer
 from rollout.types import SamplingParams, TokenScores
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ServerLimits:
-    """What a server accepts.
-
-    queue: most completions that wait for a slot. samples: most of a prompt. body: most bytes of a
-    request. drain: seconds that requests have to end after SIGTERM.
-    """
-
-    queue: int = 256
-    samples: int = 16
-    body: int = 4 << 20
-    drain: float = 30.0
+# Calls that may wait for the thread that encodes, however few completions may wait.
+_LEAST_ENCODINGS = 16
 
 
 @dataclass(frozen=True)
@@ -105,6 +95,7 @@ class Service:
         self._encoder = copy.deepcopy(tokenizer)
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
         self._completions = 0
+        self._encodings = 0
         self._generator = generator
         self._slots = generator.slots
         self._exact = generator.options.exact
@@ -140,31 +131,41 @@ class Service:
     ) -> T:
         """Calls a function with the tokenizer in the thread that encodes. Raises ApiError for a
         text or a conversation that it refuses; param: the field that holds it."""
-        loop = asyncio.get_running_loop()
+        return await self._encoded(partial(function, self._encoder), param)
+
+    async def _encoded(self, function: Callable[[], T], param: str | None) -> T:
+        """Calls a function in the thread that encodes. Raises ApiError if it refuses a value, and
+        if as many calls wait already as completions may run and wait."""
+        most = max(_LEAST_ENCODINGS, self._slots + self.limits.queue)
+        if self._encodings >= most:
+            message = f"{self._encodings} requests are read already; try again later"
+            raise ApiError(429, message, None, "queue_full")
+        self._encodings += 1
         try:
-            return await loop.run_in_executor(self._encoding, function, self._encoder)
+            return await asyncio.get_running_loop().run_in_executor(self._encoding, function)
         except RecursionError:
             raise invalid(param, "nested too deep") from None
         except ValueError as error:
             raise invalid(param, str(error)) from None
+        finally:
+            self._encodings -= 1
 
     async def with_pictures(self, expanded: Expanded) -> EncodedPrompt:
-        """Returns a prompt with its pictures, which the towers read between two steps of the
-        engine. Raises ApiError for one that cannot be decoded."""
+        """Returns a prompt with its pictures. Threads of their own decode them; then the towers
+        read them between two steps of the engine. Raises ApiError for one that cannot be
+        decoded."""
         pictures = self.pictures
         assert pictures is not None  # `expanded` was made by them
+        await pictures.decode(expanded)
         return await self.engine.call(lambda generator: pictures.prompt(generator, expanded))
 
     async def check_params(self, params: SamplingParams, param: str | None) -> None:
         """Raises ApiError for a constraint or a text that cannot be followed; param: the field that
         has it. Grammars are compiled here, in the thread that encodes, and then kept."""
+        if param is None and params.bad_words:
+            param = "bad_words"
         check = self._generator.engine.check_params
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._encoding, check, params)
-        except RecursionError:
-            raise invalid(param, "nested too deep") from None
-        except ValueError as error:
-            raise invalid(param, str(error)) from None
+        await self._encoded(partial(check, params), param)
 
     def max_tokens(
         self, prompts: Sequence[EncodedPrompt], requested: int | None, param: str
@@ -191,12 +192,16 @@ class Service:
             raise ApiError(400, message, param, "context_length_exceeded")
         return left if requested is None else requested
 
-    def check_count(self, completions: int) -> None:
-        """Raises ApiError for more completions of a request than the server can ever take."""
+    def check_room(self, completions: int, param: str) -> None:
+        """Raises ApiError for more completions of a request than the server can ever take, or than
+        it can take now. param: the field that asks for them."""
         most = self._slots + self.limits.queue
         if completions > most:
             message = f"{completions} completions; the server takes at most {most} of a request"
-            raise ApiError(400, message, "prompt", "too_many_completions")
+            raise invalid(param, message, "too_many_completions")
+        if self._completions + completions > most:
+            message = f"{self.waiting} completions wait already (--max-queue); try again later"
+            raise ApiError(429, message, None, "queue_full")
 
     def generation(
         self,
@@ -214,11 +219,7 @@ class Service:
 
         Raises ApiError if the queue is full.
         """
-        count = len(prompts) * params.n
-        self.check_count(count)
-        if max(0, self._completions + count - self._slots) > self.limits.queue:
-            message = f"{self.waiting} completions wait already (--max-queue); try again later"
-            raise ApiError(429, message, None, "queue_full")
+        self.check_room(len(prompts) * params.n, "n" if len(prompts) == 1 else "prompt")
         requests = [
             prompt.request(params, draw, sample)
             for prompt, draw in zip(prompts, draws, strict=True)

@@ -16,7 +16,7 @@ import numpy as np
 import openai
 import pytest
 import scipy.special
-from served import KEY, save_model, serving
+from served import KEY
 
 import policy
 from rl.serve import bodies
@@ -27,30 +27,24 @@ from rl.serve.sampling import draw_number
 from rollout import Generator, SamplingParams
 from rollout.text.tokenizer import load_tokenizer
 
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    save_model(directory)
-    return directory
+pytestmark = pytest.mark.xdist_group("serve")
 
 
-@pytest.fixture(scope="module")
-def server(directory):
-    with serving(directory) as server:
-        yield server
+@pytest.fixture
+def server(tiny_server):
+    return tiny_server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def client(server):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 
 
 @pytest.fixture(scope="module")
-def generator(directory):
+def generator(served_model):
     """A generator as training makes it: other slots, chunks and dispatches than the server's."""
-    tokenizer = load_tokenizer(directory)
-    return Generator(policy.load(directory), max_length=128, slots=2, tokenizer=tokenizer)
+    tokenizer = load_tokenizer(served_model)
+    return Generator(policy.load(served_model), max_length=128, slots=2, tokenizer=tokenizer)
 
 
 STOPS = (2,)
@@ -481,14 +475,14 @@ def test_metrics_count_requests_and_tokens(server):
     assert after["duet_time_to_first_token_seconds_count"] > 0
 
 
-def raw_logprobs(directory, ids):
+def raw_logprobs(served_model, ids):
     """float32[T, V] of log softmax(logits), computed with the model itself."""
-    model = policy.load(directory)
+    model = policy.load(served_model)
     logits = np.asarray(model.logits(np.asarray([ids], np.int32)))[0].astype(np.float64)
     return logits - scipy.special.logsumexp(logits, axis=-1, keepdims=True)
 
 
-def test_logprobs_of_a_chat_are_raw_and_name_the_likeliest(client, directory):
+def test_logprobs_of_a_chat_are_raw_and_name_the_likeliest(client, served_model):
     answer = client.chat.completions.create(
         **(CHAT | {"max_tokens": 6}),
         seed=3,
@@ -500,7 +494,7 @@ def test_logprobs_of_a_chat_are_raw_and_name_the_likeliest(client, directory):
     [choice] = answer.choices
     ids = choice.token_ids
     prompt = answer.prompt_token_ids
-    expected = raw_logprobs(directory, [*prompt, *ids])[len(prompt) - 1 :]
+    expected = raw_logprobs(served_model, [*prompt, *ids])[len(prompt) - 1 :]
     assert len(choice.logprobs.content) == len(ids)
     for entry, token, row in zip(choice.logprobs.content, ids, expected, strict=False):
         assert entry.logprob == pytest.approx(row[token], abs=1e-4)
@@ -522,7 +516,7 @@ def test_a_stream_has_the_same_logprobs(client):
     assert streamed == complete.logprobs.content
 
 
-def test_echo_scores_prompts_as_lm_eval_posts_them(client, server, directory):
+def test_echo_scores_prompts_as_lm_eval_posts_them(client, server, served_model):
     prompts = [[70, 71, 72, 73, 80], [90, 91, 92]]
     body = {
         "model": "tiny",
@@ -536,7 +530,7 @@ def test_echo_scores_prompts_as_lm_eval_posts_them(client, server, directory):
     answer = server.post("/v1/completions", body).json()
     for choice, prompt in zip(answer["choices"], prompts, strict=True):
         logprobs = choice["logprobs"]
-        expected = raw_logprobs(directory, prompt)
+        expected = raw_logprobs(served_model, prompt)
         assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
         assert len(logprobs["token_logprobs"]) == len(prompt) + 1
         for place in range(1, len(prompt)):

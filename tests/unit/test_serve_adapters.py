@@ -3,7 +3,7 @@
 import numpy as np
 import openai
 import pytest
-from served import KEY, save_model, serving
+from served import KEY, serving
 
 import policy
 from policy.adapter_spec import AdapterSpec
@@ -17,18 +17,12 @@ from rollout.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    save_model(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def adapters(directory):
+def adapters(served_model, tmp_path_factory):
     """Two adapters of PEFT with random factors."""
-    model = policy.load(directory)
+    model = policy.load(served_model)
     spec = AdapterSpec(rank=4, targets=("q_proj", "o_proj"))
     folders = {}
+    parent = tmp_path_factory.mktemp("adapters")
     for seed, name in enumerate(("sql", "prose")):
         rng = np.random.default_rng(seed)
         arrays = {}
@@ -36,22 +30,22 @@ def adapters(directory):
             shapes = factor_shapes(model.graph, path, target.rank)
             arrays[f"{path}.lora_a"] = rng.normal(0, 0.5, shapes.a).astype(np.float32)
             arrays[f"{path}.lora_b"] = rng.normal(0, 0.5, shapes.b).astype(np.float32)
-        folders[name] = directory.parent / name
-        write_adapter(folders[name], model.graph, spec, arrays, str(directory))
+        folders[name] = parent / name
+        write_adapter(folders[name], model.graph, spec, arrays, str(served_model))
     return folders
 
 
 @pytest.fixture(scope="module")
-def server(directory, adapters):
-    with serving(directory, adapters=adapters) as server:
+def server(served_model, adapters):
+    with serving(served_model, adapters=adapters) as server:
         yield server
 
 
-def test_each_name_is_answered_by_its_adapter(server, directory, adapters):
+def test_each_name_is_answered_by_its_adapter(server, served_model, adapters):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
     assert [model.id for model in client.models.list()] == ["tiny", "sql", "prose"]
-    pool = AdapterPool(policy.load(directory), adapters)
-    tokenizer = load_tokenizer(directory)
+    pool = AdapterPool(policy.load(served_model), adapters)
+    tokenizer = load_tokenizer(served_model)
     generator = Generator(pool.model, max_length=128, slots=2, tokenizer=tokenizer, adapters=pool)
     params = SamplingParams(max_new_tokens=10, temperature=0, stop_token_ids=(2,))
     texts = set()
@@ -69,7 +63,7 @@ def test_each_name_is_answered_by_its_adapter(server, directory, adapters):
 
 
 @pytest.mark.parametrize(("text", "code"), [("sql", 2), ("sql=", 2), ("sql=no/such/folder", 4)])
-def test_an_adapter_that_cannot_be_read_is_named(directory, capsys, text, code):
-    arguments = ["serve", str(directory), "--port", "0", "--platform", "cpu"]
+def test_an_adapter_that_cannot_be_read_is_named(served_model, capsys, text, code):
+    arguments = ["serve", str(served_model), "--port", "0", "--platform", "cpu"]
     assert cli.main([*arguments, "--adapter", text]) == code
     assert "--adapter" in capsys.readouterr().err

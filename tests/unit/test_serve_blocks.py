@@ -5,8 +5,7 @@ import json
 import anthropic
 import openai
 import pytest
-from served import KEY, save_model, save_writer, serving
-from test_serve_tools import PIECES
+from served import KEY, PIECES
 
 SCHEMA = {
     "type": "object",
@@ -17,21 +16,17 @@ CUSTOM = {"name": "weather", "description": "the weather", "input_schema": SCHEM
 CALLS = [("weather", {"city": "Ulm", "days": 2}), ("weather", {"city": "Bonn"})]
 
 
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory):
-    """A server whose model always thinks, speaks, and calls two tools."""
-    directory = tmp_path_factory.mktemp("models") / "writer"
-    save_writer(directory, PIECES)
-    with serving(directory, max_length=512) as server:
-        yield server
+pytestmark = pytest.mark.xdist_group("serve")
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    save_model(directory)
-    with serving(directory) as server:
-        yield server
+@pytest.fixture
+def writer(writer_server):
+    return writer_server
+
+
+@pytest.fixture
+def server(tiny_server):
+    return tiny_server
 
 
 def openai_client(server):
@@ -234,3 +229,40 @@ def test_a_failed_stream_of_responses_ends_with_its_error(server, monkeypatch, c
     assert isinstance(last, openai.types.responses.ResponseErrorEvent)
     assert "RuntimeError" in last.message and last.param is None
     assert "no device" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            "/v1/responses",
+            {"text": {"format": {"type": "json_schema", "schema": {"type": 1}}}},
+            "text.format: ",
+        ),
+        ("/v1/responses", {"stop": ["a"] * 17}, "stop: "),
+        (
+            "/v1/messages",
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": 1}}}},
+            "output_config.format: ",
+        ),
+        (
+            "/v1/messages",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}],
+                    }
+                ]
+            },
+            "messages[0]: ",
+        ),
+    ],
+)
+def test_fields_have_the_names_of_their_api(server, path, body, message):
+    asked = {"input": "a"} if path == "/v1/responses" else {"max_tokens": 2}
+    if path == "/v1/messages":
+        asked["messages"] = [{"role": "user", "content": "a"}]
+    answer = server.post(path, asked | body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith(message)

@@ -3,18 +3,22 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import itertools
+import json
 import socket
 import threading
 import time
 
 import openai
 import pytest
-from served import KEY, save_model, serving
+from served import KEY, serving
 
 import policy
+from rl.serve import connections
+from rl.serve import service as service_module
 from rl.serve.engine_thread import EngineThread, Job
 from rl.serve.errors import ApiError
-from rl.serve.service import ServerLimits
+from rl.serve.limits import ServerLimits
 from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.request import Request
 from rollout.text.tokenizer import load_tokenizer
@@ -22,18 +26,14 @@ from rollout.text.tokenizer import load_tokenizer
 LONG = {"prompt": "go", "max_tokens": 120, "logit_bias": {"2": -100}}
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    save_model(directory)
-    return directory
+pytestmark = pytest.mark.xdist_group("serve")
 
 
-@pytest.fixture(scope="module")
-def server(directory):
+@pytest.fixture
+def server(tiny_server, monkeypatch):
     limits = ServerLimits(queue=2, body=10_000)
-    with serving(directory, limits) as server:
-        yield server
+    monkeypatch.setattr(tiny_server.service, "limits", limits)
+    return tiny_server
 
 
 def exchange(server, *parts):
@@ -72,6 +72,92 @@ def test_more_completions_than_the_queue_holds_are_refused(server):
     too_many = server.post("/v1/completions", LONG | {"n": 7})
     assert too_many.status_code == 400
     assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_more_requests_than_are_read_at_a_time_are_refused(server, monkeypatch):
+    """The thread that encodes waits, so that requests gather in front of it."""
+    waits = threading.Event()
+    monkeypatch.setattr(service_module, "_LEAST_ENCODINGS", 2)
+    monkeypatch.setattr(server.service, "limits", ServerLimits(queue=0))
+    monkeypatch.setattr(server.service, "_slots", 2)
+    server.service._encoding.submit(waits.wait, 60)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        try:
+            asked = [pool.submit(server.post, "/tokenize", {"prompt": "a"}) for _ in range(6)]
+            first = itertools.islice(concurrent.futures.as_completed(asked, 60), 4)
+            assert {each.result().json()["error"]["code"] for each in first} == {"queue_full"}
+        finally:
+            waits.set()
+        statuses = sorted(each.result().status_code for each in asked)
+    assert statuses == [200] * 2 + [429] * 4
+
+
+def test_a_client_that_goes_while_its_prompt_is_read_gets_no_completion(server):
+    waits = threading.Event()
+    server.service._encoding.submit(waits.wait, 60)
+    try:
+        body = json.dumps(LONG).encode()
+        start = head("POST", "/v1/completions", f"Content-Length: {len(body)}")
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(start + body)
+            while not server.service._encodings:
+                time.sleep(0.005)
+        while server.service._encodings:
+            time.sleep(0.005)
+    finally:
+        waits.set()
+    assert not server.service.running
+
+
+@pytest.mark.parametrize(
+    "part", [b"", b"GET /health HT", head("GET", "/v1/models")[:-2]], ids=["none", "line", "head"]
+)
+def test_a_client_that_sends_no_request_is_left(server, monkeypatch, part):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(part)
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(100) == b""
+
+
+def test_a_connection_is_kept_from_one_request_to_the_next(server, monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.5)
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        for _ in range(3):
+            time.sleep(0.3)
+            connection.sendall(head("GET", "/health"))
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+        time.sleep(0.3)
+        body = json.dumps(LONG | {"n": 2}).encode()
+        connection.sendall(head("POST", "/v1/completions", f"Content-Length: {len(body)}") + body)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
+    monkeypatch.setattr(server.service, "limits", ServerLimits(sending=0.2))
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(head("POST", "/v1/completions", "Content-Length: 50") + b"{")
+        received = b""
+        while piece := connection.recv(1 << 16):
+            received += piece
+    assert received.startswith(b"HTTP/1.1 408")
+    assert b"request_timeout" in received
+
+
+def test_connections_have_a_limit(server, monkeypatch):
+    with contextlib.ExitStack() as stack:
+        idle = []
+        for _ in range(20):
+            connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            idle.append(stack.enter_context(connection))
+        idle[0].sendall(head("GET", "/health"))
+        assert idle[0].recv(1000).startswith(b"HTTP/1.1 200")
+        monkeypatch.setattr(server.config, "limit_concurrency", 5)
+        another = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        with another, contextlib.suppress(ConnectionResetError):
+            assert another.recv(100) == b""
+    monkeypatch.undo()
+    assert server.get("/health").status_code == 200
 
 
 MALFORMED = {
@@ -181,15 +267,15 @@ def test_a_thread_that_ends_is_seen_and_answered():
     assert thread.ended
 
 
-def test_exact_completions_are_those_of_training_to_the_last_bit(directory):
-    tokenizer = load_tokenizer(directory)
+def test_exact_completions_are_those_of_training_to_the_last_bit(served_model):
+    tokenizer = load_tokenizer(served_model)
     options = GeneratorOptions(exact=True, tokens_per_dispatch=16)
     generator = Generator(
-        policy.load(directory), max_length=128, slots=2, tokenizer=tokenizer, options=options
+        policy.load(served_model), max_length=128, slots=2, tokenizer=tokenizer, options=options
     )
     params = SamplingParams(n=2, max_new_tokens=20, stop_token_ids=(2,), top_logprobs=2)
     [expected] = generator.generate(["exact"], params, ids=[7])
-    with serving(directory, exact=True) as server:
+    with serving(served_model, exact=True) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
         question = {"model": "tiny", "prompt": "exact", "max_tokens": 20, "n": 2, "seed": 7}
         answer = client.completions.create(**question, logprobs=2)

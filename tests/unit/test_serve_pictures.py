@@ -16,6 +16,7 @@ from rl.data.encoding import ExampleEncoder
 from rl.data.media import processors_of
 from rl.training.media.tables import MediaTables
 from rollout import Generator, SamplingParams
+from rollout.media.reference import Reference
 from rollout.text.tokenizer import load_tokenizer
 
 
@@ -129,3 +130,34 @@ def test_more_pictures_than_the_model_has_places_for_are_refused(server):
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert server.post("/v1/chat/completions", {"messages": question(url(10))}).status_code == 200
+
+
+def test_a_turn_behind_a_picture_is_continued(server):
+    image = {"type": "base64", "media_type": "image/png", "data": url(10).partition(",")[2]}
+    asked = {"role": "user", "content": [{"type": "image", "source": image}]}
+    begun = {"role": "assistant", "content": "ab"}
+
+    def count(*messages):
+        answer = server.post("/v1/messages/count_tokens", {"messages": messages})
+        return answer.json()["input_tokens"]
+
+    # The last turn is not closed, and no other one begins.
+    assert count(asked, begun) < count(asked, begun, {"role": "user", "content": ""})
+    longer = count(asked, begun | {"content": "abab"})
+    assert longer - count(asked, begun) == 2
+    tokens = server.post("/tokenize", {"messages": question(url(10))}).json()["count"]
+    chat = server.post("/v1/chat/completions", {"messages": question(url(10)), "max_tokens": 1})
+    assert chat.json()["usage"]["prompt_tokens"] == tokens
+
+
+def test_a_picture_that_cannot_be_decoded_is_named(server, monkeypatch):
+    def fail(self, processors):
+        raise ValueError("the picture is broken")
+
+    monkeypatch.setattr(Reference, "inputs", fail)
+    input_ = [{"role": "user", "content": [{"type": "input_image", "image_url": url(77)}]}]
+    asked = [{"role": "user", "content": "a"}, *input_]
+    answer = server.post("/v1/responses", {"input": asked, "max_output_tokens": 1})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "input[1].content"
+    assert answer.json()["error"]["code"] == "invalid_image"

@@ -4,21 +4,8 @@ import json
 
 import openai
 import pytest
-from served import KEY, save_writer, serving
+from served import KEY, PIECES
 
-PIECES = (
-    "<think>",
-    "rain?",
-    "</think>",
-    "Let me see.",
-    "\n<tool_call>\n",
-    '{"name": "weather", "arguments": {"city": "Ulm", "days": "2"}}',
-    "\n</tool_call>",
-    "<tool_call>",
-    '{"name": "weather", "arguments": {"city": "Bonn"}}',
-    "</tool_call>",
-    "<tool_call>{broken}</tool_call>",
-)
 TOOLS = [
     {
         "type": "function",
@@ -40,15 +27,15 @@ CHAT = {
 CALLS = [("weather", {"city": "Ulm", "days": 2}), ("weather", {"city": "Bonn"})]
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    save_writer(directory, PIECES)
-    with serving(directory, max_length=512) as server:
-        yield server
+pytestmark = pytest.mark.xdist_group("serve")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
+def server(writer_server):
+    return writer_server
+
+
+@pytest.fixture
 def client(server):
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
 

@@ -129,7 +129,8 @@ def run(arguments: argparse.Namespace) -> None:
         import uvicorn  # noqa: F401
 
         from rl.serve import server
-        from rl.serve.service import ServerLimits, Service
+        from rl.serve.limits import ServerLimits
+        from rl.serve.service import Service
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"`rl serve` needs {error.name}; type: pip install 'duet-rl[serve]'"

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from rl.serve.bodies import Fields, Items, read_json
 from rl.serve.errors import invalid
 from rl.serve.logprobs import chat_logprobs
-from rl.serve.protocol.conversations import Message
+from rl.serve.protocol.conversations import Conversation, Message
 from rl.serve.protocol.questions import Answering, Question, answering
 from rl.serve.protocol.sse import openai_events, while_connected
 from rl.serve.protocol.tools import Choice, NamedTool, Said, ToolDefinition, choice_of
@@ -58,7 +58,20 @@ class StreamOptions(Fields):
     continuous_usage_stats: bool = False
 
 
-class ChatBody(SamplingFields):
+class StreamedFields(SamplingFields):
+    """The fields that chat and completions share."""
+
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    return_token_ids: bool = False
+
+    def check_stream(self) -> None:
+        """Raises ApiError for options of a stream where there is none."""
+        if not self.stream and "stream_options" in self.model_fields_set:
+            raise invalid("stream_options", "needs `stream: true`")
+
+
+class ChatBody(StreamedFields):
     """The body of a request."""
 
     ignored = IGNORED
@@ -81,12 +94,9 @@ class ChatBody(SamplingFields):
     messages: Items[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_TOP_LOGPROBS)
     chat_template_kwargs: dict[str, Any] = {}
-    return_token_ids: bool = False
     tools: Items[ToolDefinition] = Field([], max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
 
@@ -102,13 +112,14 @@ class ChatBody(SamplingFields):
 async def chat_completions(request: Request) -> Response:
     """Answers a conversation."""
     service: Service = request.app.state.service
-    body = ChatBody.read(await read_json(request, service.limits.body))
+    body = ChatBody.read(await read_json(request, service.limits))
     service.check_model(body.model)
+    body.check_stream()
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "needs `logprobs: true`")
     _check_variables(body.chat_template_kwargs)
     question = Question(
-        body.messages,
+        Conversation.of(body.messages),
         body,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         tools=body.choice.tools,
@@ -116,7 +127,8 @@ async def chat_completions(request: Request) -> Response:
         variables=body.chat_template_kwargs,
         top_logprobs=body.top_logprobs if body.logprobs else None,
     )
-    answer = _ChatAnswer(service, body, await answering(service, question))
+    begun = await while_connected(request, answering(service, question))
+    answer = _ChatAnswer(service, body, begun)
     if body.stream:
         return openai_events(answer.events())
     return JSONResponse(await while_connected(request, answer.body()))

@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 from rl.serve.bodies import Items, read_json
 from rl.serve.errors import invalid
 from rl.serve.logprobs import LegacyLogprobs
-from rl.serve.protocol.chat import IGNORED, NEUTRAL, StreamOptions
+from rl.serve.protocol.chat import IGNORED, NEUTRAL, StreamedFields
 from rl.serve.protocol.sse import openai_events, while_connected
-from rl.serve.sampling import SamplingFields, check_tokens, draw_numbers
+from rl.serve.sampling import check_tokens, draw_numbers
 from rl.serve.service import Generation, Service, TextUpdate, usage
 from rollout.generator import EncodedPrompt
 from rollout.text.chat import render_prompt
@@ -27,7 +27,7 @@ from rollout.types import MOST_TOP_LOGPROBS
 Ids = Annotated[Items[int], Field(min_length=1)]
 
 
-class CompletionBody(SamplingFields):
+class CompletionBody(StreamedFields):
     """The body of a request."""
 
     ignored = IGNORED
@@ -39,9 +39,6 @@ class CompletionBody(SamplingFields):
     max_tokens: int = Field(16, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP_LOGPROBS)
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    return_token_ids: bool = False
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -55,11 +52,22 @@ class CompletionBody(SamplingFields):
 async def completions(request: Request) -> Response:
     """Completes prompts."""
     service: Service = request.app.state.service
-    body = CompletionBody.read(await read_json(request, service.limits.body))
+    body = CompletionBody.read(await read_json(request, service.limits))
     service.check_model(body.model)
+    body.check_stream()
+    generation = await while_connected(request, _generation(service, body))
+    answer = _CompletionAnswer(service, body, generation)
+    if body.stream:
+        return openai_events(answer.events())
+    return JSONResponse(await while_connected(request, answer.body()))
+
+
+async def _generation(service: Service, body: CompletionBody) -> Generation:
+    """Returns the completions of a request, before they start. Raises ApiError for one that the
+    model or the server cannot answer."""
     if not body.prompts:
         raise invalid("prompt", "the list has no prompts")
-    service.check_count(len(body.prompts))
+    service.check_room(len(body.prompts) * min(body.n, service.limits.samples), "prompt")
     longest = max(0 if isinstance(each, str) else len(each) for each in body.prompts)
     service.check_length(longest, max(1, body.max_tokens), "prompt")
     prompts = await service.with_tokenizer(
@@ -76,11 +84,7 @@ async def completions(request: Request) -> Response:
     params = replace(params, top_logprobs=body.logprobs, prompt_logprobs=scored)
     await service.check_params(params, body.constraint_field)
     draws = draw_numbers(body.seed, len(prompts))
-    generation = service.generation(prompts, params, draws, model=body.model)
-    answer = _CompletionAnswer(service, body, generation)
-    if body.stream:
-        return openai_events(answer.events())
-    return JSONResponse(await while_connected(request, answer.body()))
+    return service.generation(prompts, params, draws, model=body.model)
 
 
 def _encoded(tokenizer: Tokenizer, prompt: str | list[int]) -> EncodedPrompt:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Annotated, Any, Literal
@@ -14,8 +14,15 @@ from rl.serve.bodies import Fields, Items
 from rl.serve.errors import invalid
 from rl.serve.pictures import Pictures, picture_of
 from rollout.generator import EncodedPrompt
-from rollout.media.expand import Expanded, expand_prompt
-from rollout.text.chat import ChatError, render_prompt, render_text, with_variables
+from rollout.media.expand import Expanded, expand
+from rollout.media.reference import Reference
+from rollout.text.chat import (
+    ChatError,
+    check_one_beginning,
+    render_prompt,
+    render_text,
+    with_variables,
+)
 from rollout.text.interface import Tokenizer
 
 
@@ -113,11 +120,29 @@ class Message(Fields):
         ]
 
 
-def check_messages(messages: Sequence[Message], param: str = "messages") -> None:
-    """Raises ApiError for a message that lacks what its role needs. param: the field that holds
-    the messages."""
-    for number, message in enumerate(messages):
-        place = f"{param}[{number}]"
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, and where each of them stands in the body of the request, such as "messages[0]".
+
+    param: the field that has all of them, or most.
+    """
+
+    messages: Sequence[Message]
+    places: Sequence[str]
+    param: str = "messages"
+
+    @classmethod
+    def of(cls, messages: Sequence[Message]) -> Conversation:
+        """Returns the conversation of the field `messages`."""
+        return cls(messages, [f"messages[{number}]" for number in range(len(messages))])
+
+    def __iter__(self) -> Iterator[tuple[Message, str]]:
+        return zip(self.messages, self.places, strict=True)
+
+
+def check_messages(conversation: Conversation) -> None:
+    """Raises ApiError for a message that lacks what its role needs."""
+    for message, place in conversation:
         if message.tool_calls and message.role != "assistant":
             raise invalid(f"{place}.tool_calls", f"a message of {message.role} calls no tools")
         if message.content is None and not message.tool_calls:
@@ -161,7 +186,7 @@ class RenderedPrompt:
 
 def encode_messages(
     tokenizer: Tokenizer,
-    messages: Sequence[Message],
+    conversation: Conversation,
     variables: Mapping[str, Any],
     *,
     continued: bool = False,
@@ -171,47 +196,64 @@ def encode_messages(
     template besides the messages. continued: the model goes on with the last message. pictures:
     what reads them; None: the model reads texts only. Raises ChatError if the template refuses the
     messages, MediaError and ApiError for pictures that the model cannot read."""
-    shown = [for_template(message, tokenizer) for message in messages]
+    references = _references(conversation, pictures)
+    shown = [for_template(message, tokenizer) for message in conversation.messages]
+    if continued:
+        variables = {**variables, "continue_final_message": True}
     if variables:
         tokenizer = with_variables(tokenizer, **variables)
-    if any(message.urls for message in messages):
-        return _with_pictures(tokenizer, messages, shown, pictures)
-    if continued:
-        tokenizer = with_variables(tokenizer, continue_final_message=True)
-        ids = render_prompt(tokenizer, shown, add_generation_prompt=False)
-        return RenderedPrompt(EncodedPrompt(tuple(ids)), "")
+    rendering = _Rendering(tokenizer, references, pictures, begins=not continued)
     try:
-        return _rendered(tokenizer, shown)
+        return rendering.prompt(shown)
     except ChatError:
         texts = _with_arguments_as_texts(shown)
         if texts == shown:
             raise
-    return _rendered(tokenizer, texts)
+    return rendering.prompt(texts)
 
 
-def _with_pictures(
-    tokenizer: Tokenizer,
-    messages: Sequence[Message],
-    shown: Sequence[dict[str, Any]],
-    pictures: Pictures | None,
-) -> RenderedPrompt:
-    if pictures is None:
-        raise invalid("messages", "this model reads no pictures")
+def _references(conversation: Conversation, pictures: Pictures | None) -> list[Reference]:
+    """Returns the pictures of a conversation. Raises ApiError for those that the model cannot
+    read."""
     references = [
-        picture_of(url, f"messages[{number}].content")
-        for number, message in enumerate(messages)
+        picture_of(url, f"{place}.content")
+        for message, place in conversation
         for url in message.urls
     ]
-    pictures.check(references)
-    expanded = expand_prompt(tokenizer, shown, references, pictures.processors)
-    return RenderedPrompt(EncodedPrompt(tuple(expanded.tokens.tolist())), "", expanded)
+    if references and pictures is None:
+        raise invalid(references[0].where, "this model reads no pictures")
+    if pictures is not None:
+        pictures.check(references)
+    return references
 
 
-def _rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> RenderedPrompt:
-    ids = render_prompt(tokenizer, messages)
-    text = render_text(tokenizer, messages, True)
-    common = commonprefix([text, render_text(tokenizer, messages, False)])
-    return RenderedPrompt(EncodedPrompt(tuple(ids)), text[len(common) :])
+@dataclass(frozen=True)
+class _Rendering:
+    """How messages become a prompt. references: the pictures among them. begins: the answer is a
+    message of its own; else it goes on with the last one."""
+
+    tokenizer: Tokenizer
+    references: Sequence[Reference]
+    pictures: Pictures | None
+    begins: bool
+
+    def prompt(self, messages: Sequence[dict[str, Any]]) -> RenderedPrompt:
+        """Returns the prompt. Raises ChatError and MediaError."""
+        prefix = self._prefix(messages) if self.begins else ""
+        if self.pictures is None or not self.references:
+            ids = render_prompt(self.tokenizer, messages, add_generation_prompt=self.begins)
+            return RenderedPrompt(EncodedPrompt(tuple(ids)), prefix)
+        processors = self.pictures.processors
+        expanded = expand(self.tokenizer, messages, self.references, processors, self.begins)
+        ids = expanded.tokens.tolist()
+        check_one_beginning(self.tokenizer, ids[:2])
+        return RenderedPrompt(EncodedPrompt(tuple(ids)), prefix, expanded)
+
+    def _prefix(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Returns what the template writes of the answer."""
+        text = render_text(self.tokenizer, messages, True)
+        common = commonprefix([text, render_text(self.tokenizer, messages, False)])
+        return text[len(common) :]
 
 
 def _with_arguments_as_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

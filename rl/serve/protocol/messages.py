@@ -7,18 +7,20 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rl.serve.bodies import Body, Fields, Items, read_json
 from rl.serve.protocol.conversations import (
+    Conversation,
     FunctionCall,
     ImagePart,
     ImageUrl,
     Message,
     TextPart,
     ToolCall,
+    check_messages,
     encode_messages,
 )
 from rl.serve.protocol.questions import (
@@ -33,6 +35,8 @@ from rl.serve.protocol.tools import Choice, Function, ToolDefinition, choice_of
 from rl.serve.sampling import SamplingFields, StopString
 from rl.serve.service import Service
 
+_ROLES = {"tool_use": "assistant", "thinking": "assistant", "tool_result": "user", "image": "user"}
+"""Whose messages have blocks of a type."""
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -110,6 +114,14 @@ class AnthropicMessage(Fields):
     role: Literal["user", "assistant", "system"]
     content: str | Items[ContentBlock]
 
+    @model_validator(mode="after")
+    def _has_blocks_of_its_role(self) -> AnthropicMessage:
+        for block in () if isinstance(self.content, str) else self.content:
+            role = _ROLES.get(block.type)
+            if role is not None and role != self.role:
+                raise ValueError(f"a block {block.type} belongs to a message of {role}")
+        return self
+
 
 class AnthropicTool(_Cached):
     """A tool that the model may call. strict: as in `Function`."""
@@ -165,13 +177,16 @@ class PromptBody(Body):
     output_format: OutputFormat | None = None
 
     @property
-    def conversation(self) -> list[Message]:
+    def conversation(self) -> Conversation:
         """Returns the messages as OpenAI has them."""
         system = _text(self.system)
         messages = [Message(role="system", content=system)] if system else []
-        for message in self.messages:
-            messages += _converted(message)
-        return messages
+        places = ["system"] * len(messages)
+        for number, message in enumerate(self.messages):
+            converted = _converted(message)
+            messages += converted
+            places += [f"messages[{number}]"] * len(converted)
+        return Conversation(messages, places)
 
     @property
     def choice(self) -> Choice:
@@ -195,6 +210,13 @@ class MessagesBody(PromptBody):
     temperature: float = Field(1.0, ge=0, le=1)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
+
+    @property
+    def constraint_field(self) -> str | None:
+        """Returns the field that has the schema of the answer; None: there is none."""
+        if self.output_config.format is not None:
+            return "output_config.format"
+        return None if self.output_format is None else "output_format"
 
     @property
     def sampling(self) -> SamplingFields:
@@ -251,7 +273,7 @@ def _converted(message: AnthropicMessage) -> list[Message]:
 async def messages(request: Request) -> Response:
     """Answers a conversation."""
     service: Service = request.app.state.service
-    body = MessagesBody.read(await read_json(request, service.limits.body))
+    body = MessagesBody.read(await read_json(request, service.limits))
     service.check_model(body.model)
     question = Question(
         body.conversation,
@@ -260,10 +282,10 @@ async def messages(request: Request) -> Response:
         tools=body.choice.tools,
         must_call=body.choice.must_call,
         continued=body.continued,
+        constraint_field=body.constraint_field,
     )
-    answer = _MessagesAnswer(
-        body.model or service.name, BlockAnswer(await answering(service, question))
-    )
+    begun = await while_connected(request, answering(service, question))
+    answer = _MessagesAnswer(body.model or service.name, BlockAnswer(begun))
     if body.stream:
         return named_events(answer.events())
     return JSONResponse(await while_connected(request, answer.body()))
@@ -272,8 +294,9 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Returns the tokens of a prompt."""
     service: Service = request.app.state.service
-    body = PromptBody.read(await read_json(request, service.limits.body))
+    body = PromptBody.read(await read_json(request, service.limits))
     service.check_model(body.model)
+    check_messages(body.conversation)
     tools = list(body.choice.tools)
     variables = {"tools": tools} if tools else {}
     rendered = await service.with_tokenizer(
@@ -283,7 +306,8 @@ async def count_tokens(request: Request) -> Response:
             variables,
             continued=body.continued,
             pictures=service.pictures,
-        )
+        ),
+        "messages",
     )
     return JSONResponse({"input_tokens": len(rendered.prompt.tokens)})
 

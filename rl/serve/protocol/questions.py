@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rl.serve.errors import invalid
-from rl.serve.protocol.conversations import Message, check_messages, encode_messages
+from rl.serve.protocol.conversations import Conversation, check_messages, encode_messages
 from rl.serve.protocol.tools import CallReading, Reply, Said, reply_format
 from rl.serve.sampling import SamplingFields, draw_numbers
 from rl.serve.service import Generation, Service
@@ -20,21 +20,22 @@ from rollout.types import Constraint
 class Question:
     """What a client asks.
 
-    param: the field that holds the messages. max_tokens: None: as many as the prompt leaves.
-    tools: those that the model may call, as chat templates read them. variables: others of the
-    template. top_logprobs: likeliest tokens whose log-probabilities are named; None: none, and none
-    of the token itself. continued: the last message is the beginning of the answer.
+    max_tokens: None: as many as the prompt leaves. tools: those that the model may call, as chat
+    templates read them. variables: others of the template. top_logprobs: likeliest tokens whose
+    log-probabilities are named; None: none, and none of the token itself. continued: the last
+    message is the beginning of the answer. constraint_field: the field that says what the text must
+    be; None: that of `sampling`.
     """
 
-    messages: Sequence[Message]
+    conversation: Conversation
     sampling: SamplingFields
-    param: str = "messages"
     max_tokens: int | None = None
     tools: Sequence[dict[str, Any]] = ()
     variables: dict[str, Any] = field(default_factory=dict)
     top_logprobs: int | None = None
     continued: bool = False
     must_call: bool = False
+    constraint_field: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,28 +48,30 @@ class Answering:
 
 async def answering(service: Service, question: Question) -> Answering:
     """Encodes a question. Raises ApiError for one that the model or the server cannot answer."""
-    check_messages(question.messages, question.param)
+    param = question.conversation.param
+    check_messages(question.conversation)
+    service.check_room(question.sampling.n, "n")
     tools = list(question.tools)
     template = await service.with_tokenizer(reply_format) if tools else None
     variables = question.variables | ({"tools": tools} if tools else {})
     rendered = await service.with_tokenizer(
         lambda tokenizer: encode_messages(
             tokenizer,
-            question.messages,
+            question.conversation,
             variables,
             continued=question.continued,
             pictures=service.pictures,
         ),
-        question.param,
+        param,
     )
     prompts = [rendered.prompt]
-    most = service.max_tokens(prompts, question.max_tokens, question.param)
+    most = service.max_tokens(prompts, question.max_tokens, param)
     params = question.sampling.params(service.bounds, most)
     params = replace(params, top_logprobs=question.top_logprobs)
     if question.must_call:
         params = replace(params, constraint=_forced_call(template, question))
-    field_name = "tool_choice" if question.must_call else question.sampling.constraint_field
-    await service.check_params(params, field_name)
+    constraint_field = question.constraint_field or question.sampling.constraint_field
+    await service.check_params(params, "tool_choice" if question.must_call else constraint_field)
     if rendered.expanded is not None:
         prompts = [await service.with_pictures(rendered.expanded)]
     reading = None if template is None else CallReading(template, rendered.prefix, tools)

@@ -13,9 +13,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from rl.serve.bodies import Fields, Items, read_json
-from rl.serve.errors import ApiError
+from rl.serve.errors import ApiError, invalid
 from rl.serve.protocol.chat import IGNORED
-from rl.serve.protocol.conversations import FunctionCall, InputImage, Message, TextPart, ToolCall
+from rl.serve.protocol.conversations import (
+    Conversation,
+    FunctionCall,
+    InputImage,
+    Message,
+    TextPart,
+    ToolCall,
+)
 from rl.serve.protocol.questions import Block, BlockAnswer, BlockEvent, Question, answering
 from rl.serve.protocol.sse import named_events, while_connected
 from rl.serve.protocol.tools import Choice, Function, ToolDefinition, choice_of
@@ -166,35 +173,46 @@ class ResponsesBody(SamplingFields):
         form = self.text.format
         if form.type == "text":
             return self
+        if self.constraint is not None:
+            raise invalid("text.format", "the answer has another constraint already")
         schema = JsonSchema(schema=form.schema_ or {}) if form.type == "json_schema" else None
         return self.model_copy(
             update={"response_format": ResponseFormat(type=form.type, json_schema=schema)}
         )
 
     @property
-    def messages(self) -> list[Message]:
+    def conversation(self) -> Conversation:
         """Returns the conversation as the chat API has it."""
         first = [Message(role="system", content=self.instructions)] if self.instructions else []
+        places = ["instructions"] * len(first)
         if isinstance(self.input, str):
-            return [*first, Message(role="user", content=self.input)]
-        return first + _messages(self.input)
+            user = Message(role="user", content=self.input)
+            return Conversation([*first, user], [*places, "input"], "input")
+        rest = _conversation(self.input)
+        return Conversation([*first, *rest.messages], [*places, *rest.places], "input")
 
 
-def _messages(items: Sequence[Any]) -> list[Message]:
-    """Returns items as messages: reasoning, text and calls of one turn are one message."""
+def _conversation(items: Sequence[Any]) -> Conversation:
+    """Returns items as messages: reasoning, text and calls of one turn are one message, whose place
+    is that of its last item."""
     messages: list[Message] = []
+    places: list[str] = []
     turn: dict[str, Any] = {}
 
-    def end_turn() -> None:
+    def add(message: Message, number: int) -> None:
+        messages.append(message)
+        places.append(f"input[{number}]")
+
+    def end_turn(number: int) -> None:
         if turn:
-            messages.append(Message(role="assistant", **{"content": "", **turn}))
+            add(Message(role="assistant", **{"content": "", **turn}), number - 1)
             turn.clear()
 
-    for item in items:
+    for number, item in enumerate(items):
         match item:
             case ReasoningItem():
                 if "content" in turn or "tool_calls" in turn:
-                    end_turn()
+                    end_turn(number)
                 turn["reasoning_content"] = _joined(item.content or item.summary)
             case CallItem():
                 function = FunctionCall(name=item.name, arguments=item.arguments)
@@ -203,14 +221,14 @@ def _messages(items: Sequence[Any]) -> list[Message]:
             case MessageItem(role="assistant"):
                 turn["content"] = turn.get("content", "") + _joined(item.content)
             case ResultItem():
-                end_turn()
+                end_turn(number)
                 text = _joined(item.output)
-                messages.append(Message(role="tool", content=text, tool_call_id=item.call_id))
+                add(Message(role="tool", content=text, tool_call_id=item.call_id), number)
             case _:
-                end_turn()
-                messages.append(Message(role=item.role, content=_content(item.content)))
-    end_turn()
-    return messages
+                end_turn(number)
+                add(Message(role=item.role, content=_content(item.content)), number)
+    end_turn(len(items))
+    return Conversation(messages, places)
 
 
 def _content(parts: str | Sequence[Any]) -> str | list[Any]:
@@ -230,18 +248,19 @@ def _joined(parts: str | Sequence[Any]) -> str:
 async def responses(request: Request) -> Response:
     """Answers a conversation."""
     service: Service = request.app.state.service
-    body = ResponsesBody.read(await read_json(request, service.limits.body))
+    body = ResponsesBody.read(await read_json(request, service.limits))
     service.check_model(body.model)
     choice = body.choice
     question = Question(
-        body.messages,
+        body.conversation,
         body.constrained,
-        "input",
         max_tokens=body.max_output_tokens,
         tools=choice.tools,
         must_call=choice.must_call,
+        constraint_field=None if body.text.format.type == "text" else "text.format",
     )
-    answer = _ResponsesAnswer(service, body, BlockAnswer(await answering(service, question)))
+    begun = await while_connected(request, answering(service, question))
+    answer = _ResponsesAnswer(service, body, BlockAnswer(begun))
     if body.stream:
         return named_events(answer.events())
     return JSONResponse(await while_connected(request, answer.body()))

@@ -11,7 +11,13 @@ from starlette.responses import JSONResponse, Response
 
 from rl.serve.bodies import Body, Items, read_json
 from rl.serve.errors import invalid
-from rl.serve.protocol.conversations import Message, check_messages, encode_messages
+from rl.serve.pictures import Pictures
+from rl.serve.protocol.conversations import (
+    Conversation,
+    Message,
+    check_messages,
+    encode_messages,
+)
 from rl.serve.service import Service
 from rollout.text.interface import Tokenizer
 
@@ -37,20 +43,26 @@ class DetokenizeBody(Body):
 async def tokenize(request: Request) -> Response:
     """Returns the tokens of a text or of a conversation."""
     service: Service = request.app.state.service
-    body = TokenizeBody.read(await read_json(request, service.limits.body))
+    body = TokenizeBody.read(await read_json(request, service.limits))
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("prompt", "give `prompt` or `messages`", "missing_required_parameter")
-    check_messages(body.messages or ())
-    answer = await service.with_tokenizer(lambda tokenizer: _tokenized(tokenizer, body))
+    check_messages(Conversation.of(body.messages or ()))
+    answer = await service.with_tokenizer(
+        lambda tokenizer: _tokenized(tokenizer, body, service.pictures),
+        "prompt" if body.messages is None else "messages",
+    )
     return JSONResponse(answer | {"max_model_len": service.max_length})
 
 
-def _tokenized(tokenizer: Tokenizer, body: TokenizeBody) -> dict[str, Any]:
+def _tokenized(
+    tokenizer: Tokenizer, body: TokenizeBody, pictures: Pictures | None
+) -> dict[str, Any]:
     if body.prompt is not None:
         ids = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
     else:
-        ids = list(encode_messages(tokenizer, body.messages or (), {}).prompt.tokens)
+        conversation = Conversation.of(body.messages or ())
+        ids = list(encode_messages(tokenizer, conversation, {}, pictures=pictures).prompt.tokens)
     strings = [tokenizer.convert_ids_to_tokens(token) for token in ids]
     shown = {"token_strs": strings} if body.return_token_strs else {}
     return {"tokens": ids, "count": len(ids), **shown}
@@ -59,7 +71,7 @@ def _tokenized(tokenizer: Tokenizer, body: TokenizeBody) -> dict[str, Any]:
 async def detokenize(request: Request) -> Response:
     """Returns the text of tokens."""
     service: Service = request.app.state.service
-    body = DetokenizeBody.read(await read_json(request, service.limits.body))
+    body = DetokenizeBody.read(await read_json(request, service.limits))
     service.check_model(body.model)
     last = service.bounds.vocab_size - 1
     for number, token in enumerate(body.tokens):
