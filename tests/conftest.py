@@ -177,6 +177,22 @@ def few_programs():
                 gc.collect()
 
 
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory):
+    """Directory of a model of two layers, with random weights and the tokenizer of bytes."""
+    import policy
+    from policy.huggingface import sources
+    from rollout.text.tokenizer import load_tokenizer
+
+    directory = tmp_path_factory.mktemp("small_model")
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = sources.preset("qwen3-0.6b", sizes | heads | {"initializer_range": 0.3})
+    policy.save(policy.create(config, seed=1), directory)
+    load_tokenizer("bytes").save_pretrained(directory)
+    return directory
+
+
 @pytest.fixture(scope="module")
 def all_optimizations():
     """For tests of bits between programs, of their memory or of their operations: programs as a run

@@ -16,16 +16,16 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from policy.json_types import JsonObject
+from policy.json_types import JsonObject, JsonValue
 from rewards import Scores
 from rewards.text import quoted
 from rl.errors import ConfigError, DataError, ResourceError, disk_room
-from rl.evaluation.files import PROBLEMS, RESULTS
+from rl.evaluation.files import PROBLEMS, RESULTS, TaskEntry, results
 from rl.evaluation.prepare import PreparedTask
 from rl.evaluation.results import RecordedSamples, TaskResult
 from rl.records import samples
@@ -51,7 +51,7 @@ class EvaluationFolder:
         self._tasks = {task.name: task for task in tasks}
         self._model = model
         self._lock: int | None = None
-        self._stored: dict[str, Any] = {}
+        self._entries: dict[str, dict[str, JsonValue]] = {}
         self._check()
 
     def _check(self) -> None:
@@ -63,8 +63,9 @@ class EvaluationFolder:
             return
         try:
             stored = json.loads(file.read_bytes())
-            settings = {name: task["settings"] for name, task in stored["tasks"].items()}
-            model = stored["model"]
+            entries = {name: dict(task) for name, task in stored["tasks"].items()}
+            settings = {name: dict(entry["settings"]) for name, entry in entries.items()}
+            model = dict(stored["model"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{file}: cannot be read ({error}); choose another folder with -o"
@@ -78,7 +79,7 @@ class EvaluationFolder:
             raise ConfigError(
                 f"{self.path}: holds another evaluation; choose another folder with -o:\n{shown}"
             )
-        self._stored = stored
+        self._entries = entries
 
     def __enter__(self) -> EvaluationFolder:
         try:
@@ -99,6 +100,9 @@ class EvaluationFolder:
         self._check()
         self._log = EventLog(self.path)
         self._thumbnails = Thumbnails(self.path, partial(print, file=sys.stderr))
+        for name, task in self._tasks.items():
+            entry = {"about": task.task.about, "settings": task.settings}
+            self._entries.setdefault(name, entry)
         self._write()
         return self
 
@@ -163,21 +167,14 @@ class EvaluationFolder:
         self._log.sync()
 
     @property
-    def results(self) -> dict[str, Any]:
+    def results(self) -> dict[str, TaskEntry]:
         """Returns the results of the tasks that are complete, by name, as eval.json has them."""
-        return {name: task for name, task in self._entries.items() if "scores" in task}
+        return results(self.content)
 
     @property
     def content(self) -> JsonObject:
         """Returns what eval.json holds."""
         return {"format": _FORMAT, "model": self._model, "tasks": self._entries}
-
-    @property
-    def _entries(self) -> dict[str, Any]:
-        entries = self._stored.setdefault("tasks", {})
-        for name, task in self._tasks.items():
-            entries.setdefault(name, {"about": task.task.about, "settings": task.settings})
-        return entries
 
     def _records(self) -> Iterator[SampleRecord]:
         return samples.read(self.path)
@@ -223,7 +220,7 @@ class EvaluationFolder:
             ) from None
 
 
-def _changes(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def _changes(name: str, before: JsonObject, after: JsonObject) -> list[str]:
     """Returns `name.key: before -> after` of each value that differs."""
     result = []
     for key in dict.fromkeys((*before, *after)):

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -123,9 +123,9 @@ def _groups(
 
 def _score(runner: Runner, task: PreparedTask, group: Group) -> Handle:
     """Starts to score the completions of a problem."""
-    example: Any = group.problem.example
+    example = group.problem.example
     count = len(group.trajectories)
-    columns: dict[str, Any] = {name: [value] * count for name, value in example.columns.items()}
+    columns: dict[str, object] = {name: [value] * count for name, value in example.columns.items()}
     columns |= {
         "completion_lengths": [each.length for each in group.trajectories],
         "truncated": [each.truncated for each in group.trajectories],

@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from policy.json_types import JsonValue
+from policy.json_types import JsonObject, JsonValue
 from rl.errors import DataError
 from rl.evaluation.files import PROBLEMS
 from rl.evaluation.tables import Table, aligned
-from rl.records.run_files import json_lines
+from rl.records.run_files import Damage, json_lines
 from rl.statistics import Estimate, mean, paired_difference
 
 Place = tuple[str, str, int]
@@ -44,7 +43,7 @@ class MeasuredProblem:
 def read(folder: Path) -> dict[Place, MeasuredProblem]:
     """Returns the problems of the tasks that an evaluation has completed. Raises DataError for a
     damaged file."""
-    damage: list[Any] = []
+    damage: list[Damage] = []
     seen: Counter[tuple[str, str]] = Counter()
     result = {}
     for number, row in json_lines(folder / PROBLEMS, damage):
@@ -99,9 +98,7 @@ def _difference(
     return Difference(task, score, first, second, by)
 
 
-def text(
-    names: Sequence[str], folders: Sequence[Path], contents: Sequence[Mapping[str, Any]]
-) -> str:
+def text(names: Sequence[str], folders: Sequence[Path], contents: Sequence[JsonObject]) -> str:
     """Returns the differences and the settings that differ as tables. Raises DataError."""
     changed = settings(names, contents)
     shown = aligned(changed) if changed.rows else "settings: none differs"
@@ -140,7 +137,7 @@ def cells(each: Difference) -> list[str]:
     ]
 
 
-def changed_settings(contents: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[JsonValue]]]:
+def changed_settings(contents: Sequence[JsonObject]) -> list[tuple[str, list[JsonValue]]]:
     """Returns (key, value in each) of the settings of eval.json that differ between evaluations of
     the same tasks, the model included."""
     tables = [dict(_settings(content)) for content in contents]
@@ -152,7 +149,7 @@ def changed_settings(contents: Sequence[Mapping[str, Any]]) -> list[tuple[str, l
     return [(key, values) for key, values in rows if any(each != values[0] for each in values)]
 
 
-def _settings(content: Mapping[str, Any]) -> Iterator[tuple[str, JsonValue]]:
+def _settings(content: JsonObject) -> Iterator[tuple[str, JsonValue]]:
     model = content.get("model")
     for key, value in model.items() if isinstance(model, dict) else ():
         yield f"model.{key}", value
@@ -163,7 +160,7 @@ def _settings(content: Mapping[str, Any]) -> Iterator[tuple[str, JsonValue]]:
             yield f"{name}.{key}", value
 
 
-def settings(names: Sequence[str], contents: Sequence[Mapping[str, Any]]) -> Table:
+def settings(names: Sequence[str], contents: Sequence[JsonObject]) -> Table:
     """Returns the settings that differ between evaluations, by name."""
     rows = [[key, *map(_short, values)] for key, values in changed_settings(contents)]
     return Table(["setting", *names], rows)

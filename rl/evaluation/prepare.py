@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from policy.json_types import JsonObject
+from policy.json_types import JsonObject, JsonValue
 from rewards import registry
 from rl.config import yaml_tree
 from rl.config.data import DataOptions, RewardOptions, RewardSettings, source_name
@@ -134,7 +134,7 @@ def own_task(data: str, flags: EvalFlags) -> Task:
     used."""
     scores = {}
     for text in flags.rewards:
-        score: Any = {"reward": text}
+        score: JsonValue = {"reward": text}
         if text.lstrip().startswith("{"):
             score = yaml_tree.plain(yaml_tree.parse(text, lambda line: "--reward"))
         if isinstance(score, dict) and flags.correct_at is not None:
@@ -198,7 +198,7 @@ def prepared(
     return PreparedTask(name, task, problems, keys, own, settings)
 
 
-def _digest(value: Sequence[Any]) -> str:
+def _digest(value: Sequence[JsonValue]) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 

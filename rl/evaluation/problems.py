@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from policy.json_types import JsonObject, JsonValue
 from rewards import registry
 from rewards.text import quoted
 from rl.config.data import DataOptions
@@ -113,7 +113,7 @@ class RowSource:
             )
         return result
 
-    def _rows(self, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def _rows(self, split: str) -> Iterator[tuple[str, JsonObject]]:
         """Yields (place, row) of a split. Raises DataError, with what to type without a network."""
         try:
             for where, row in read_rows(self._options(split), held_out=True):
@@ -180,7 +180,7 @@ def key_of(example: Example) -> str:
     return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
-def _key(task: Task, row: Mapping[str, Any]) -> str:
+def _key(task: Task, row: JsonObject) -> str:
     """Returns the key of a row."""
     values = _values(task, row)
     answer = values.get("answer") if task.answer is None else fill(task.answer, values)
@@ -188,8 +188,8 @@ def _key(task: Task, row: Mapping[str, Any]) -> str:
 
 
 def _values(
-    task: Task, row: Mapping[str, Any], shuffle: tuple[int, int] | None = None
-) -> dict[str, Any]:
+    task: Task, row: JsonObject, shuffle: tuple[int, int] | None = None
+) -> dict[str, JsonValue]:
     """Returns what templates read of a row. shuffle: (seed, number of the row), by which options
     are shuffled; None: they are not. Raises KeyError for a column that it lacks."""
     values = dict(row) | {name: row[column] for name, column in task.columns.items()}
@@ -199,13 +199,18 @@ def _values(
 
 
 def _choices(
-    choices: Choices, row: Mapping[str, Any], shuffle: tuple[int, int] | None
-) -> dict[str, Any]:
+    choices: Choices, row: JsonObject, shuffle: tuple[int, int] | None
+) -> dict[str, JsonValue]:
     """Returns `choices` and `answer` of a row. shuffle: as for `_values`."""
     if choices.options is not None:
         assert choices.right_index is not None
-        texts = [str(each) for each in row[choices.options]]
-        right = int(row[choices.right_index])
+        options, index = row[choices.options], row[choices.right_index]
+        if isinstance(options, str) or not isinstance(options, Sequence):
+            raise ValueError(f"`{choices.options}` is no list of options")
+        if not isinstance(index, int | float | str):
+            raise ValueError(f"`{choices.right_index}` is no number of an option")
+        texts = [str(each) for each in options]
+        right = int(index)
         if not 0 <= right < len(texts):
             raise ValueError(f"`{choices.right_index}` is {right}, of {len(texts)} options")
     else:
@@ -233,7 +238,7 @@ def _needed(task: Task) -> set[str] | None:
     return names
 
 
-def _message(error: Exception, row: Mapping[str, Any], task: Task) -> str:
+def _message(error: Exception, row: JsonObject, task: Task) -> str:
     """Returns why a row is no problem of the task; for a column that it lacks also what the task
     was written for."""
     if not isinstance(error, KeyError):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from rl.evaluation.files import EstimateEntry, TaskEntry
 
 _MANY = 0.05
 """Share of completions that are cut from which a table says so."""
@@ -18,14 +19,14 @@ class Table:
     rows: list[list[str]]
 
 
-def text(results: Mapping[str, Any]) -> str:
+def text(results: Mapping[str, TaskEntry]) -> str:
     """Returns the tables of eval.json as lines: all scores, then those with accuracies by column,
     then which tasks had completions cut."""
     parts = [aligned(scores(results)), *map(aligned, by_column(results)), *cut(results)]
     return "\n\n".join(parts)
 
 
-def scores(results: Mapping[str, Any]) -> Table:
+def scores(results: Mapping[str, TaskEntry]) -> Table:
     """Returns a row for each score of each task."""
     every = [score for task in results.values() for score in task["scores"].values()]
     passes = sorted({int(k) for score in every for k in score["pass"]})
@@ -43,7 +44,7 @@ def scores(results: Mapping[str, Any]) -> Table:
     return Table(head, rows)
 
 
-def by_column(results: Mapping[str, Any]) -> Iterator[Table]:
+def by_column(results: Mapping[str, TaskEntry]) -> Iterator[Table]:
     """Yields the accuracies of each score by the values of each column."""
     for name, task in results.items():
         for score, values in task["scores"].items():
@@ -52,7 +53,7 @@ def by_column(results: Mapping[str, Any]) -> Iterator[Table]:
                 yield Table(head, [[value, *_cells(each)] for value, each in accuracies.items()])
 
 
-def cut(results: Mapping[str, Any]) -> list[str]:
+def cut(results: Mapping[str, TaskEntry]) -> list[str]:
     """Returns a line for each task of which many completions were cut at their longest."""
     return [
         f"{name}: {task['truncated']:.1%} of the completions were cut at max_new_tokens"
@@ -72,7 +73,7 @@ def aligned(table: Table) -> str:
     )
 
 
-def _cells(estimate: Mapping[str, Any] | None) -> list[str]:
+def _cells(estimate: EstimateEntry | None) -> list[str]:
     """Returns an accuracy, its interval and the number of its problems."""
     if estimate is None:
         return ["-", "-", "0"]
@@ -81,5 +82,5 @@ def _cells(estimate: Mapping[str, Any] | None) -> list[str]:
     return [_value(estimate), f"{low:.3f} to {high:.3f}", str(estimate["n"])]
 
 
-def _value(estimate: Mapping[str, Any] | None) -> str:
+def _value(estimate: EstimateEntry | None) -> str:
     return "-" if estimate is None else f"{estimate['value']:.3f}"

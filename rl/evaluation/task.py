@@ -4,12 +4,13 @@ what scores the completions. Free of jax."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from policy.json_types import JsonValue
 from rewards import RewardError, registry
 from rewards.suggest import nearest, nearest_path
 from rl.config import yaml_tree
@@ -179,7 +180,7 @@ def read(name: str) -> Task:
     return parsed(yaml_tree.plain(tree), lambda key: yaml_tree.locate(tree, key))
 
 
-def parsed(values: Any, place: Any) -> Task:
+def parsed(values: JsonValue, place: Callable[[tuple[str | int, ...]], str]) -> Task:
     """Returns the task with these values. place: (keys that lead to a value) -> where it stands.
     Raises ConfigError with all that is wrong."""
     try:

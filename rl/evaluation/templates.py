@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from policy.json_types import JsonObject
 
 
 @functools.cache
@@ -30,7 +30,7 @@ def check(text: str) -> None:
         raise ValueError(f"no Jinja template: {error}") from None
 
 
-def fill(text: str, values: Mapping[str, Any]) -> str:
+def fill(text: str, values: JsonObject) -> str:
     """Returns a template with the values of a row. Raises ValueError for a value that it asks for
     and the row lacks, and for what the sandbox refuses."""
     try:

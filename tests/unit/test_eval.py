@@ -1,36 +1,18 @@
 """`rl eval` on a small model with the bytes' tokenizer."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-import policy
-from policy.huggingface import sources
 from rl.commands import cli
-from rl.evaluation import measure
+from rl.evaluation import measure, task
 from rl.records import samples
-from rollout.text.tokenizer import load_tokenizer
 
 ROWS = [{"prompt": f"{a}+1=", "answer": str(a + 1), "level": a % 2} for a in range(5)]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    small = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "initializer_range": 0.3,
-    }
-    config = sources.preset("qwen3-0.6b", small | heads)
-    policy.save(policy.create(config, seed=1), directory)
-    load_tokenizer("bytes").save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +29,30 @@ def reward(tmp_path_factory):
     return f"{file}:even"
 
 
-@pytest.fixture
-def data(tmp_path):
-    file = tmp_path / "test.jsonl"
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    file = tmp_path_factory.mktemp("data") / "test.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return file
 
 
-@pytest.fixture
-def evaluate(directory, reward):
+@pytest.fixture(scope="module")
+def evaluate(small_model, reward):
     def evaluate(data, out, *arguments):
         return rl(
-            *("eval", directory, "--data", data, "--reward", reward, "--max-new-tokens", 4),
-            *("--slots", 4, "-o", out, *arguments),
+            *("eval", small_model, "--data", data, "--reward", reward, "--max-new-tokens", 4),
+            *("--slots", 5, "-o", out, *arguments),
         )
 
     return evaluate
+
+
+@pytest.fixture(scope="module")
+def measured(evaluate, data, tmp_path_factory):
+    """The folder of an evaluation that has ended."""
+    out = tmp_path_factory.mktemp("measured") / "out"
+    assert evaluate(data, out) == 0
+    return out
 
 
 def rl(*arguments):
@@ -98,10 +88,9 @@ def test_the_numbers_are_those_of_the_samples(evaluate, data, tmp_path, capsys):
 
 
 def test_an_interruption_keeps_what_is_scored_and_the_same_command_continues(
-    evaluate, data, tmp_path, capsys, monkeypatch
+    evaluate, data, measured, tmp_path, capsys, monkeypatch
 ):
-    complete, cut = tmp_path / "complete", tmp_path / "cut"
-    assert evaluate(data, complete) == 0
+    cut = tmp_path / "cut"
     groups = measure._groups
 
     def interrupted(*arguments):
@@ -128,11 +117,11 @@ def test_an_interruption_keeps_what_is_scored_and_the_same_command_continues(
     assert asked == [n for n in range(5) if n not in {each["prompt_id"] for each in kept}]
     texts = [
         {(each["prompt_id"], each["completion"], each["reward"]) for each in samples.read(folder)}
-        for folder in (complete, cut)
+        for folder in (measured, cut)
     ]
     assert texts[0] == texts[1] and len(texts[0]) == 5
     results = [
-        json.loads((folder / "eval.json").read_text())["tasks"] for folder in (complete, cut)
+        json.loads((folder / "eval.json").read_text())["tasks"] for folder in (measured, cut)
     ]
     assert results[0] == results[1]
     monkeypatch.setattr(measure, "_groups", None)  # nothing is left to sample
@@ -140,18 +129,18 @@ def test_an_interruption_keeps_what_is_scored_and_the_same_command_continues(
     assert "5 problems are measured already" in capsys.readouterr().err
 
 
-def test_another_evaluation_in_the_same_folder_is_refused(evaluate, data, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert evaluate(data, out, "--limit", 2) == 0
-    before = (out / "samples.jsonl").read_bytes()
-    assert evaluate(data, out, "--limit", 2, "--seed", 1) == 2
+def test_another_evaluation_in_the_same_folder_is_refused(
+    evaluate, data, measured, tmp_path, capsys
+):
+    before = (measured / "samples.jsonl").read_bytes()
+    assert evaluate(data, measured, "--seed", 1) == 2
     error = capsys.readouterr().err
     assert "test.seed: 0 there, 1 now" in error and "-o" in error
-    other = tmp_path / "other.jsonl"
-    other.write_text(data.read_text().replace("1+1", "7+1"))
-    other.replace(data)
-    assert evaluate(data, out, "--limit", 2) == 2  # other rows
-    assert (out / "samples.jsonl").read_bytes() == before
+    rows = data.read_text()
+    data.write_text(rows.replace("1+1", "7+1"))
+    assert evaluate(data, measured) == 2
+    data.write_text(rows)
+    assert (measured / "samples.jsonl").read_bytes() == before
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events.jsonl").write_text("")
     assert evaluate(data, tmp_path / "run") == 2
@@ -159,17 +148,17 @@ def test_another_evaluation_in_the_same_folder_is_refused(evaluate, data, tmp_pa
 
 
 def test_a_damaged_line_of_problems_is_refused_and_mended_by_the_same_command(
-    evaluate, data, tmp_path, capsys
+    evaluate, data, measured, tmp_path, capsys
 ):
     out = tmp_path / "out"
-    assert evaluate(data, out, "--limit", 2) == 0
+    shutil.copytree(measured, out)
     file = out / "problems.jsonl"
     before = file.read_text()
     file.write_text(before[:-9])
-    assert evaluate(data, out, "--limit", 2) == 3
-    assert "problems.jsonl:2: damaged; remove the file" in capsys.readouterr().err
+    assert evaluate(data, out) == 3
+    assert "problems.jsonl:5: damaged; remove the file" in capsys.readouterr().err
     file.unlink()
-    assert evaluate(data, out, "--limit", 2) == 0
+    assert evaluate(data, out) == 0
     assert file.read_text() == before
 
 
@@ -181,13 +170,13 @@ def test_shots_are_the_first_rows_and_are_not_measured(evaluate, data, tmp_path)
     assert evaluate(data, tmp_path / "none", "--few-shot", 5) == 3
 
 
-def test_prompts_are_those_of_rl_generate(directory, evaluate, data, tmp_path, capsys):
+def test_prompts_are_those_of_rl_generate(small_model, evaluate, data, tmp_path, capsys):
     out = tmp_path / "out"
     options = ("--temperature", 1, "--seed", 3)
     assert evaluate(data, out, "--samples", 2, *options) == 0
     capsys.readouterr()
     same = ("--samples", 2, "--max-new-tokens", 4, *options)
-    assert rl("generate", directory, "--prompts", data, *same) == 0
+    assert rl("generate", small_model, "--prompts", data, *same) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     expected = {(line["prompt"], line["sample"]): line["tokens"] for line in lines}
     result = {(each["prompt"], each["sample"]): each["tokens"] for each in samples.read(out)}
@@ -220,11 +209,11 @@ def test_prompts_are_those_of_rl_generate(directory, evaluate, data, tmp_path, c
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_what_to_type(
-    directory, data, tmp_path, capsys, monkeypatch, arguments, code, message
+    small_model, data, tmp_path, capsys, monkeypatch, arguments, code, message
 ):
     monkeypatch.chdir(tmp_path)
     arguments = [each.format(data=data) for each in arguments]
-    assert rl("eval", directory, *arguments) == code
+    assert rl("eval", small_model, *arguments) == code
     assert message in capsys.readouterr().err
     assert not (tmp_path / "evals").exists()
 
@@ -240,14 +229,18 @@ def test_the_verb_imports_no_jax():
     assert shown.stdout.strip() == "False"
 
 
-def test_tasks_are_measured_on_rows_in_a_folder(directory, tmp_path, capsys):
-    rows = Path(__file__).parents[1] / "fixtures" / "tasks"
-    for name, more in (("gsm8k", ("--few-shot", 1)), ("math500", ()), ("ifeval", ())):
-        options = ("--data", rows / name, "--max-new-tokens", 4, "--slots", 4, "--limit", 3, *more)
-        assert rl("eval", directory, "--task", name, *options, "-o", tmp_path / name) == 0
+def test_tasks_are_measured_on_rows_in_folders(small_model, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ("math500", "ifeval")
+    for name in names:  # a folder with the name of the source goes before the hub
+        source = tmp_path / task.read(name).source
+        source.parent.mkdir()
+        shutil.copytree(Path(__file__).parents[1] / "fixtures" / "tasks" / name, source)
+    options = ("--max-new-tokens", 4, "--slots", 5, "--limit", 3, "-o", tmp_path / "out")
+    assert rl("eval", small_model, "--task", ",".join(names), *options) == 0
     shown = capsys.readouterr().out
-    assert "gsm8k  strict" in shown and "math500 boxed by subject" in shown
-    tasks = json.loads((tmp_path / "ifeval" / "eval.json").read_text())["tasks"]
+    assert "ifeval   prompt_strict" in shown and "math500 boxed by subject" in shown
+    tasks = json.loads((tmp_path / "out" / "eval.json").read_text())["tasks"]
     scores = tasks["ifeval"]["scores"]
     assert [*scores] == [
         "prompt_strict",
@@ -255,10 +248,11 @@ def test_tasks_are_measured_on_rows_in_a_folder(directory, tmp_path, capsys):
         "prompt_loose",
         "instruction_loose",
     ]
-    lines = (tmp_path / "ifeval" / "problems.jsonl").read_text().splitlines()
-    weights = [json.loads(line)["counts"]["instruction_strict"] for line in lines]
+    lines = map(json.loads, (tmp_path / "out" / "problems.jsonl").read_text().splitlines())
+    lines = [line for line in lines if line["task"] == "ifeval"]
+    weights = [line["counts"]["instruction_strict"] for line in lines]
     assert weights == [2, 2, 1]  # instructions of each prompt
-    right = [json.loads(line)["right"]["instruction_strict"] for line in lines]
+    right = [line["right"]["instruction_strict"] for line in lines]
     assert right[0] == 0.5
     mean = sum(a * b for a, b in zip(weights, right, strict=True)) / sum(weights)
     assert scores["instruction_strict"]["accuracy"]["value"] == pytest.approx(mean)

@@ -373,3 +373,22 @@ def test_weights_are_told_apart_by_their_content(tmp_path):
     single = tmp_path / "x.gguf"
     single.write_bytes(b"GGUF")
     assert fingerprint(single) != fingerprint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"options": "yes or no", "right": 0}, "`options` is no list of options"),
+        ({"options": ["yes", "no"], "right": 2}, "`right` is 2, of 2 options"),
+        ({"options": ["yes", "no"], "right": None}, "`right` is no number of an option"),
+    ],
+)
+def test_options_that_are_no_list_are_refused(row, message, tmp_path, encoder):
+    """The letters of a text would be its options."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"Frage": "?", **row}) + "\n")
+    text = OWN.format(source=file).replace('answer: "{{ Antwort }}"\n', "")
+    own = tmp_path / "own.yml"
+    own.write_text(text + "choices: {options: options, right_index: right}\n")
+    with pytest.raises(DataError, match=message):
+        prepare.prepared("own", task.read(str(own)), EvalFlags(), encoder, SamplingParams(n=1))

@@ -30,33 +30,22 @@ from rollout.text.tokenizer import load_tokenizer
 ROWS = [[5, 6, 7, 8], [9, 10, 11]]
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    small = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    config = sources.preset("qwen3-0.6b", small | heads | {"initializer_range": 0.3})
-    policy.save(policy.create(config, seed=1), directory)
-    load_tokenizer("bytes").save_pretrained(directory)
-    return directory
-
-
 def export(*arguments) -> int:
     return cli.main(["export", *map(str, arguments), "--platform", "cpu"])
 
 
 def test_an_export_has_the_weights_in_another_type_and_every_other_file(
-    directory, tmp_path, capsys
+    small_model, tmp_path, capsys
 ):
     out = tmp_path / "out"
-    assert export(directory, out, "--dtype", "bfloat16") == 0
+    assert export(small_model, out, "--dtype", "bfloat16") == 0
     assert "differ by at most 0.0e+00" in capsys.readouterr().out
-    before, after = policy.load(directory), policy.load(out)
+    before, after = policy.load(small_model), policy.load(out)
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     for path, weight in before.params.items():
         rounded = np.asarray(weight).astype("bfloat16").astype("float32")
         assert np.array_equal(rounded, np.asarray(after.params[path])), path
-    assert (out / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
+    assert (out / "tokenizer.json").read_bytes() == (small_model / "tokenizer.json").read_bytes()
     stops = json.loads((out / "generation_config.json").read_text())["eos_token_id"]
     assert stops == [load_tokenizer("bytes").eos_token_id, 151645]  # the preset's is the other
     facts = json.loads((out / "duet_export.json").read_text())
@@ -64,35 +53,35 @@ def test_an_export_has_the_weights_in_another_type_and_every_other_file(
 
 
 def test_weights_that_change_on_their_way_to_the_disk_are_refused(
-    directory, tmp_path, capsys, monkeypatch
+    small_model, tmp_path, capsys, monkeypatch
 ):
     def save(tensors, file, **how):
         name = "model.layers.1.self_attn.k_proj.weight"
         save_file(tensors | {name: np.roll(tensors[name], 1, 0)}, file, **how)
 
     monkeypatch.setattr(safetensors.numpy, "save_file", save)
-    assert export(directory, tmp_path / "out") == 4
+    assert export(small_model, tmp_path / "out") == 4
     assert "another log-probability" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 
-def test_only_what_an_export_wrote_is_replaced(directory, tmp_path, capsys):
+def test_only_what_an_export_wrote_is_replaced(small_model, tmp_path, capsys):
     own, out = tmp_path / "own", tmp_path / "out"
     own.mkdir()
     (own / "file").write_text("mine")
     (tmp_path / "file").write_text("mine")
     for target in (own, tmp_path / "file"):
-        assert export(directory, target, "--force") == 2
+        assert export(small_model, target, "--force") == 2
     out.mkdir()  # an empty folder is free
-    assert export(directory, out) == 0
-    assert export(directory, out) == 2 and "--force" in capsys.readouterr().err
-    assert export(directory, out, "--force", "--dtype", "bfloat16") == 0
+    assert export(small_model, out) == 0
+    assert export(small_model, out) == 2 and "--force" in capsys.readouterr().err
+    assert export(small_model, out, "--force", "--dtype", "bfloat16") == 0
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     (out / "notes.txt").write_text("mine")
-    assert export(directory, out, "--force") == 2 and "notes.txt" in capsys.readouterr().err
+    assert export(small_model, out, "--force") == 2 and "notes.txt" in capsys.readouterr().err
     assert (out / "notes.txt").read_text() == "mine" and (own / "file").read_text() == "mine"
     (tmp_path / "new.tmp").mkdir()
-    assert export(directory, tmp_path / "new") == 2
+    assert export(small_model, tmp_path / "new") == 2
     assert (tmp_path / "new.tmp").is_dir()
 
 
@@ -104,8 +93,8 @@ def test_only_what_an_export_wrote_is_replaced(directory, tmp_path, capsys):
         (["--adapter", "--gguf", "f16"], 2, "--adapter: a GGUF file has it merged"),
     ],
 )
-def test_what_is_refused(directory, tmp_path, capsys, arguments, code, message):
-    assert export(directory, tmp_path / "out", *arguments) == code
+def test_what_is_refused(small_model, tmp_path, capsys, arguments, code, message):
+    assert export(small_model, tmp_path / "out", *arguments) == code
     assert message in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
@@ -130,52 +119,56 @@ def test_weights_that_no_text_reaches_are_compared_too(tmp_path):
         reload.check_model(model, tmp_path, ROWS)
 
 
-def test_a_killed_export_leaves_a_folder_that_the_next_one_takes(directory, tmp_path):
+def test_a_killed_export_leaves_a_folder_that_the_next_one_takes(small_model, tmp_path):
     unfinished = tmp_path / "out.tmp"
     unfinished.mkdir()
     (unfinished / "duet_export.json").write_text("{}\n")
-    shutil.copy(directory / "model.safetensors", unfinished)
-    assert export(directory, tmp_path / "out") == 0
+    shutil.copy(small_model / "model.safetensors", unfinished)
+    assert export(small_model, tmp_path / "out") == 0
     assert not unfinished.exists()
 
 
 @pytest.mark.parametrize("moved", ["one", "both"])
-def test_an_export_killed_while_it_replaces_another_is_put_back(directory, tmp_path, moved):
+def test_an_export_killed_while_it_replaces_another_is_put_back(small_model, tmp_path, moved):
     """moved: how many of the two renames were done."""
     out, old = tmp_path / "out", tmp_path / "out.old"
-    assert export(directory, out) == 0
+    assert export(small_model, out) == 0
     if moved == "both":
         shutil.copytree(out, old)
         (old / "model.safetensors").unlink()  # it was being removed
     else:
         out.rename(old)
-    assert export(directory, out) == 2  # without --force the first export stays
+    assert export(small_model, out) == 2  # without --force the first export stays
     assert (out / "model.safetensors").is_file() and not old.exists()
-    assert export(directory, out, "--force", "--dtype", "bfloat16") == 0
+    assert export(small_model, out, "--force", "--dtype", "bfloat16") == 0
     assert {each.name for each in tmp_path.iterdir()} == {"out"}
     old.mkdir()
     (old / "file").write_text("mine")
-    assert export(directory, out, "--force") == 2
+    assert export(small_model, out, "--force") == 2
     assert (old / "file").read_text() == "mine"
 
 
-def test_stops_that_a_gguf_file_has_no_keys_for_are_named(directory, tmp_path, capsys, monkeypatch):
+def test_stops_that_a_gguf_file_has_no_keys_for_are_named(
+    small_model, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = tmp_path / "model"
-    shutil.copytree(directory, model)
+    shutil.copytree(small_model, model)
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 10, 11, 12]}')
     assert export(model, tmp_path / "out", "--gguf", "f16") == 0
     assert "these tokens do not: 12" in capsys.readouterr().err
 
 
-def test_one_gguf_file_is_written_and_read_like_any_model(directory, tmp_path, capsys, monkeypatch):
+def test_one_gguf_file_is_written_and_read_like_any_model(
+    small_model, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     out = tmp_path / "out"
-    assert export(directory, out, "--gguf", "f16") == 0, capsys.readouterr().err
+    assert export(small_model, out, "--gguf", "f16") == 0, capsys.readouterr().err
     file = out / "out-F16.gguf"
     names = {each.name for each in out.iterdir()}
     assert names == {"README.md", "duet_export.json", file.name}
-    before, after = policy.load(directory), policy.load(file)
+    before, after = policy.load(small_model), policy.load(file)
     for path, weight in before.params.items():
         rounded = np.asarray(weight).astype("float16" if weight.ndim > 2 else "float32")
         assert np.allclose(rounded, np.asarray(after.params[path]), atol=1e-3), path
@@ -184,7 +177,7 @@ def test_one_gguf_file_is_written_and_read_like_any_model(directory, tmp_path, c
     capsys.readouterr()
     options = ["--prompts", prompts, "--max-new-tokens", 4, "--temperature", 0, "--platform", "cpu"]
     answers = []
-    for model in (directory, file):
+    for model in (small_model, file):
         assert cli.main([*map(str, ["generate", model, *options])]) == 0
         answers.append(json.loads(capsys.readouterr().out)["tokens"])
     assert answers[0] == answers[1]
@@ -194,7 +187,7 @@ def test_one_gguf_file_is_written_and_read_like_any_model(directory, tmp_path, c
 
 
 def test_a_file_that_changes_on_its_way_to_the_disk_is_refused(
-    directory, tmp_path, capsys, monkeypatch
+    small_model, tmp_path, capsys, monkeypatch
 ):
     write = writer.write
 
@@ -205,7 +198,7 @@ def test_a_file_that_changes_on_its_way_to_the_disk_is_refused(
             out.write(b"\x01" * 8)
 
     monkeypatch.setattr(writer, "write", write_and_change)
-    assert export(directory, tmp_path / "out", "--gguf", "q8_0") == 4
+    assert export(small_model, tmp_path / "out", "--gguf", "q8_0") == 4
     assert "is not what was written" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
@@ -239,10 +232,10 @@ class Hub:
         self.uploaded.append((repo_id, names - set(ignore_patterns)))
 
 
-def test_an_export_is_pushed_in_one_commit(directory, tmp_path, capsys, monkeypatch):
+def test_an_export_is_pushed_in_one_commit(small_model, tmp_path, capsys, monkeypatch):
     hub = Hub(monkeypatch)
     out = tmp_path / "out"
-    assert export(directory, out, "--push", "org/name", "--private") == 0
+    assert export(small_model, out, "--push", "org/name", "--private") == 0
     hub.api.create_repo.assert_called_once_with("org/name", private=True, exist_ok=True)
     ((repository, names),) = hub.uploaded
     assert repository == "org/name"
@@ -273,29 +266,29 @@ def test_an_export_is_pushed_in_one_commit(directory, tmp_path, capsys, monkeypa
     ],
 )
 def test_what_cannot_be_pushed_is_refused_before_anything_is_written(
-    directory, tmp_path, capsys, monkeypatch, change, arguments, message
+    small_model, tmp_path, capsys, monkeypatch, change, arguments, message
 ):
     change(Hub(monkeypatch), monkeypatch)
-    assert export(directory, tmp_path / "out", *arguments) == 2
+    assert export(small_model, tmp_path / "out", *arguments) == 2
     text = capsys.readouterr().err
     assert re.search(message, text) and "hf_secret" not in text
     assert not any(tmp_path.iterdir())
 
 
 def test_a_repository_with_files_gets_a_commit_only_with_force(
-    directory, tmp_path, capsys, monkeypatch
+    small_model, tmp_path, capsys, monkeypatch
 ):
     hub = Hub(monkeypatch, files=[".gitattributes", "model.safetensors"])
-    assert export(directory, tmp_path / "out", "--push", "org/name") == 2
+    assert export(small_model, tmp_path / "out", "--push", "org/name") == 2
     assert "--force" in capsys.readouterr().err and not hub.uploaded
-    assert export(directory, tmp_path / "out", "--push", "org/name", "--force") == 0
+    assert export(small_model, tmp_path / "out", "--push", "org/name", "--force") == 0
     assert len(hub.uploaded) == 1
 
 
-def test_an_upload_that_fails_leaves_the_directory(directory, tmp_path, capsys, monkeypatch):
+def test_an_upload_that_fails_leaves_the_directory(small_model, tmp_path, capsys, monkeypatch):
     Hub(monkeypatch, error=OSError("broken pipe with hf_secretsecret"))
     out = tmp_path / "out"
-    assert export(directory, out, "--push", "org/name") == 5
+    assert export(small_model, out, "--push", "org/name") == 5
     text = capsys.readouterr().err
     assert "hf upload org/name" in text and "hf_secret" not in text
     assert (out / "model.safetensors").is_file()
@@ -344,9 +337,9 @@ def test_a_card_says_data_evaluations_and_configuration(tmp_path):
     assert (out / "LICENSE").read_text() == "a licence"
 
 
-def test_an_adapter_over_weights_in_four_bits_is_compared_over_these(directory, tmp_path):
+def test_an_adapter_over_weights_in_four_bits_is_compared_over_these(small_model, tmp_path):
     """So the bits of the base are no difference, and another adapter is one."""
-    base = policy.load(directory, base_weights="nf4", base_block=32)
+    base = policy.load(small_model, base_weights="nf4", base_block=32)
     spec = resolved(base.graph, AdapterSpec(rank=2, alpha=4, targets=("q_proj", "down_proj")))
     graph = base.graph.with_runtime(adapter=spec)
     drawn = np.random.default_rng(0)
@@ -355,7 +348,7 @@ def test_an_adapter_over_weights_in_four_bits_is_compared_over_these(directory, 
         for path, shape in Adapters(graph).shapes.items()
     }
     model = policy.Model(graph, {**base.params, **arrays})
-    peft.write_adapter(tmp_path, graph, spec, arrays, str(directory))
+    peft.write_adapter(tmp_path, graph, spec, arrays, str(small_model))
     assert reload.check_adapter(model, tmp_path, ROWS).difference < 1e-6
     changed = {path: 1.1 * array for path, array in arrays.items()}
     with pytest.raises(reload.NotReloaded, match="log-probability"):

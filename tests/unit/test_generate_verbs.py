@@ -9,34 +9,17 @@ import sys
 import pytest
 
 import policy
-from policy.huggingface import sources
 from rl.commands import cli
 from rl.errors import ConfigError
 from rollout import Generator, SamplingParams
 from rollout.text.tokenizer import byte_level, load_tokenizer
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    small = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "initializer_range": 0.3,
-    }
-    config = sources.preset("qwen3-0.6b", small | heads)
-    policy.save(policy.create(config, seed=1), directory)
-    load_tokenizer("bytes").save_pretrained(directory)
-    return directory
-
-
 def rl(*arguments: str) -> int:
     return cli.main([*map(str, arguments), "--platform", "cpu"])
 
 
-def test_prompts_are_completed_as_the_generator_does(directory, tmp_path, capsys):
+def test_prompts_are_completed_as_the_generator_does(small_model, tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("one\n\nand two\n")
     arguments = (
@@ -51,11 +34,11 @@ def test_prompts_are_completed_as_the_generator_does(directory, tmp_path, capsys
         "--slots",
         1,
     )  # blocks of two prompts
-    assert rl("generate", directory, *arguments) == 0
+    assert rl("generate", small_model, *arguments) == 0
     result = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    tokenizer = load_tokenizer(directory)
+    tokenizer = load_tokenizer(small_model)
     generator = Generator(
-        policy.load(directory), max_length=64, slots=2, seed=3, tokenizer=tokenizer
+        policy.load(small_model), max_length=64, slots=2, seed=3, tokenizer=tokenizer
     )
     stops = (tokenizer.eos_token_id,)
     made = generator.generate(
@@ -77,7 +60,7 @@ def test_prompts_are_completed_as_the_generator_does(directory, tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_penalties_and_forbidden_texts_are_arguments(directory, tmp_path, capsys):
+def test_penalties_and_forbidden_texts_are_arguments(small_model, tmp_path, capsys):
     file = tmp_path / "prompts.txt"
     file.write_text("one\n")
     setting = ("--prompts", file, "--temperature", 0, "--max-new-tokens", 12)
@@ -92,10 +75,10 @@ def test_penalties_and_forbidden_texts_are_arguments(directory, tmp_path, capsys
         8,
     )
     texts = ("--bad-words", "e", "--bad-words", "ab", "--logit-bias", "{40: 3.0, 41: -100}")
-    assert rl("generate", directory, *setting, *keys, *texts) == 0
+    assert rl("generate", small_model, *setting, *keys, *texts) == 0
     (line,) = map(json.loads, capsys.readouterr().out.splitlines())
-    tokenizer = load_tokenizer(directory)
-    generator = Generator(policy.load(directory), max_length=64, slots=1, tokenizer=tokenizer)
+    tokenizer = load_tokenizer(small_model)
+    generator = Generator(policy.load(small_model), max_length=64, slots=1, tokenizer=tokenizer)
     params = SamplingParams(
         max_new_tokens=12,
         temperature=0,
@@ -119,23 +102,23 @@ def test_penalties_and_forbidden_texts_are_arguments(directory, tmp_path, capsys
         (("--presence-penalty", 3), r"presence_penalty must lie in [-2, 2]"),
     ],
 )
-def test_penalties_out_of_range_are_refused(directory, tmp_path, capsys, arguments, message):
+def test_penalties_out_of_range_are_refused(small_model, tmp_path, capsys, arguments, message):
     file = tmp_path / "prompts.txt"
     file.write_text("one\n")
-    assert rl("generate", directory, "--prompts", file, *arguments) == 2
+    assert rl("generate", small_model, "--prompts", file, *arguments) == 2
     assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        rl("generate", directory, "--prompts", file, "--logit-bias", "40")
+        rl("generate", small_model, "--prompts", file, "--logit-bias", "40")
     assert (
         "must be a mapping of token ids to numbers such as {198: -100, 40: 2.5}"
         in capsys.readouterr().err
     )
 
 
-def test_messages_go_through_the_template_and_a_run_is_its_export(directory, tmp_path):
+def test_messages_go_through_the_template_and_a_run_is_its_export(small_model, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
-    (run / "export").symlink_to(directory)
+    (run / "export").symlink_to(small_model)
     file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     messages = [{"role": "user", "content": "hi"}]
     file.write_text(json.dumps({"prompt": messages}) + "\n")
@@ -155,28 +138,28 @@ def test_messages_go_through_the_template_and_a_run_is_its_export(directory, tmp
         == 0
     )
     (line,) = map(json.loads, out.read_text().splitlines())
-    made = Generator(policy.load(directory), tokenizer=load_tokenizer(directory)).generate(
+    made = Generator(policy.load(small_model), tokenizer=load_tokenizer(small_model)).generate(
         [
-            load_tokenizer(directory).apply_chat_template(
+            load_tokenizer(small_model).apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=False
             )
         ],
         SamplingParams(
             max_new_tokens=3,
             temperature=0,
-            stop_token_ids=(load_tokenizer(directory).eos_token_id,),
+            stop_token_ids=(load_tokenizer(small_model).eos_token_id,),
         ),
     )
     assert line["prompt"] == messages and line["tokens"] == made[0][0].tokens
 
 
-def test_completions_end_where_transformers_ends_them(directory, tmp_path, capsys):
-    """By the list in config.json, in a directory without generation_config.json."""
+def test_completions_end_where_transformers_ends_them(small_model, tmp_path, capsys):
+    """By the list in config.json, in a small_model without generation_config.json."""
     import torch
     from transformers import AutoModelForCausalLM
 
     copy, file = tmp_path / "model", tmp_path / "prompts.txt"
-    shutil.copytree(directory, copy)
+    shutil.copytree(small_model, copy)
     config = json.loads((copy / "config.json").read_text())
     even = list(range(8, 320, 2))
     (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": even}))
@@ -193,25 +176,25 @@ def test_completions_end_where_transformers_ends_them(directory, tmp_path, capsy
         assert line["tokens"] == made and made[-1] in even and line["finish"] == "stop"
 
 
-def test_a_broken_generation_config_ends_with_4(directory, tmp_path, capsys):
+def test_a_broken_generation_config_ends_with_4(small_model, tmp_path, capsys):
     copy, file = tmp_path / "model", tmp_path / "prompts.txt"
-    shutil.copytree(directory, copy)
+    shutil.copytree(small_model, copy)
     file.write_text("one\n")
     (copy / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     assert rl("generate", copy, "--prompts", file) == 4
     assert f"{copy}/generation_config.json: eos_token_id" in capsys.readouterr().err
 
 
-def test_a_chat_remembers_what_was_said_until_it_is_reset(directory, capsys, monkeypatch):
+def test_a_chat_remembers_what_was_said_until_it_is_reset(small_model, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n/reset\nhello\nhello\n"))
     assert (
-        rl("chat", directory, "--max-new-tokens", 8, "--temperature", 0, "--max-length", 128) == 0
+        rl("chat", small_model, "--max-new-tokens", 8, "--temperature", 0, "--max-length", 128) == 0
     )
     first, again, later = capsys.readouterr().out.split("\n")[:3]
     assert first == again != later
 
 
-def test_an_answer_of_a_chat_is_written_while_it_is_sampled(directory, monkeypatch):
+def test_an_answer_of_a_chat_is_written_while_it_is_sampled(small_model, monkeypatch):
     class Output(io.StringIO):
         pieces = []
 
@@ -223,12 +206,12 @@ def test_an_answer_of_a_chat_is_written_while_it_is_sampled(directory, monkeypat
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     monkeypatch.setattr("sys.stdout", out)
     tokens = ("--max-new-tokens", 40, "--temperature", 0)
-    assert rl("chat", directory, *tokens, "--max-length", 128) == 0
-    tokenizer = load_tokenizer(directory)
+    assert rl("chat", small_model, *tokens, "--max-length", 128) == 0
+    tokenizer = load_tokenizer(small_model)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "hello"}], add_generation_prompt=True
     )["input_ids"]
-    generator = Generator(policy.load(directory), max_length=128, slots=1, tokenizer=tokenizer)
+    generator = Generator(policy.load(small_model), max_length=128, slots=1, tokenizer=tokenizer)
     params = SamplingParams(max_new_tokens=40, temperature=0, stop_token_ids=(2,))
     [[completion]] = generator.generate([prompt], params)
     assert out.getvalue() == completion.text + "\n"
@@ -257,11 +240,11 @@ def test_an_answer_of_a_chat_is_written_while_it_is_sampled(directory, monkeypat
     ],
 )
 def test_what_cannot_be_read_or_drawn_is_said_with_its_exit_code(
-    directory, tmp_path, capsys, content, arguments, code, said
+    small_model, tmp_path, capsys, content, arguments, code, said
 ):
     file = tmp_path / "prompts.jsonl"
     file.write_text(content)
-    assert rl("generate", directory, "--prompts", file, *arguments) == code
+    assert rl("generate", small_model, "--prompts", file, *arguments) == code
     assert said in capsys.readouterr().err
 
 
@@ -286,7 +269,7 @@ def test_tokenizers_are_read_without_torch(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_variables_of_the_chat_template_come_from_the_command_or_the_run(directory, tmp_path):
+def test_variables_of_the_chat_template_come_from_the_command_or_the_run(small_model, tmp_path):
     from argparse import Namespace
 
     from rl.commands import sampled_model
@@ -294,7 +277,7 @@ def test_variables_of_the_chat_template_come_from_the_command_or_the_run(directo
 
     run = tmp_path / "run"
     run.mkdir()
-    (run / "export").symlink_to(directory)
+    (run / "export").symlink_to(small_model)
     sampling = {
         "max_new_tokens": 1,
         "temperature": 1.0,
