@@ -142,8 +142,8 @@ def paired_difference(
     without a problem that both have.
 
     The interval is 1.96 standard errors of the differences on each side. Where all differences are
-    equal, so that the standard error is 0, each side is the largest share of problems with another
-    difference of which n problems show none with a chance of 2.5%.
+    equal, so that the standard error is 0, each side is p with (1 - p)^n = 2.5%: if more than a
+    share p of all problems had another difference, n problems would rarely show none.
     """
     differences = np.asarray(after_P, float) - np.asarray(before_P, float)
     weights = np.ones(len(differences)) if weights_P is None else np.asarray(weights_P, float)

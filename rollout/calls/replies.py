@@ -144,7 +144,7 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(constant)
 
 
-_MOST_UNIONS = 16
+_DEEPEST = 16  # unions and references inside of each other that are read
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
     "string": str,
     "integer": int,
@@ -162,6 +162,8 @@ def checked_arguments(
     """Returns (arguments with texts cast to the types of a JSON schema, what is wrong with them or
     ""). Checked are the required names and the types of the arguments themselves, not of what they
     hold. What is no JSON schema restricts nothing."""
+    definitions = schema.get("$defs", schema.get("definitions"))
+    definitions = definitions if isinstance(definitions, dict) else {}
     properties = schema.get("properties")
     properties = properties if isinstance(properties, dict) else {}
     required = [name for name in _list(schema.get("required")) if isinstance(name, str)]
@@ -170,7 +172,7 @@ def checked_arguments(
         return dict(arguments), f"the argument {missing[0]} is missing"
     cast = {}
     for name, value in arguments.items():
-        types = _types_of(properties.get(name))
+        types = _types_of(properties.get(name), definitions)
         cast[name] = _cast(value, types)
         if types and not any(_is(cast[name], each) for each in types):
             return dict(arguments), f"the argument {name} must be of type {' or '.join(types)}"
@@ -181,16 +183,24 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _types_of(schema: Any, unions: int = _MOST_UNIONS) -> list[str]:
-    """Returns the types that a schema allows; none: any. unions: how many inside of each other are
-    read."""
-    if not isinstance(schema, dict) or unions < 0:
+def _types_of(schema: Any, definitions: Mapping[str, Any], deeper: int = _DEEPEST) -> list[str]:
+    """Returns the types that a schema allows; none: any.
+
+    definitions: schemas by the names that end a `$ref`. deeper: how many unions and references
+    inside of each other are read.
+    """
+    if not isinstance(schema, dict) or deeper < 0:
         return []
+    if isinstance(reference := schema.get("$ref"), str):
+        return _types_of(definitions.get(reference.rpartition("/")[2]), definitions, deeper - 1)
     named = schema.get("type")
     types = [named] if isinstance(named, str) else list(_list(named))
     for union in ("anyOf", "oneOf"):
-        for each in _list(schema.get(union)):
-            types += _types_of(each, unions - 1)
+        schemas = [each for each in _list(schema.get(union)) if isinstance(each, dict)]
+        branches = [_types_of(each, definitions, deeper - 1) for each in schemas]
+        if not all(branches):
+            return []
+        types += [each for branch in branches for each in branch]
     if types and schema.get("nullable"):
         types.append("null")
     return [each for each in types if isinstance(each, str) and each in _TYPES]
@@ -205,7 +215,8 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _cast(value: Any, types: Sequence[str]) -> Any:
-    """Returns a text as the first other type that it spells; a value that fits as it is."""
+    """Returns a text that spells a value of one of the types, the first of them, as that value;
+    everything else as it is."""
     if not isinstance(value, str) or "string" in types:
         return value
     for kind in types:

@@ -233,3 +233,28 @@ def test_what_is_no_schema_restricts_nothing(schema):
 
 def test_types_inside_of_unions_are_read():
     assert checked_arguments({"a": "1"}, {"properties": {"a": nested(3)}}) == ({"a": 1}, "")
+
+
+ADDRESS = {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"anyOf": [{"$ref": "#/$defs/Address"}, {"type": "null"}]}, {"city": "Paris"}),
+        ({"anyOf": [{"type": "string"}, {}]}, 5),
+        ({"anyOf": [{"const": 7}, {"type": "null"}]}, 7),
+        ({"$ref": "#/$defs/Loop"}, 5),
+    ],
+    ids=["reference", "any", "constant", "circle"],
+)
+def test_each_branch_of_a_union_allows_its_values(schema, value):
+    definitions = {"Address": ADDRESS, "Loop": {"$ref": "#/$defs/Loop"}}
+    schema = {"properties": {"a": schema}, "$defs": definitions}
+    assert checked_arguments({"a": value}, schema) == ({"a": value}, "")
+
+
+def test_a_text_is_cast_to_a_type_of_a_reference():
+    schema = {"anyOf": [{"$ref": "#/$defs/Address"}, {"type": "null"}]}
+    schema = {"properties": {"a": schema}, "$defs": {"Address": ADDRESS}}
+    assert checked_arguments({"a": '{"city": "Paris"}'}, schema) == ({"a": {"city": "Paris"}}, "")

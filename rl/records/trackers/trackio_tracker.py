@@ -22,6 +22,7 @@ class Trackio:
         self._options = options
         self._file = directory / "trackio-id"
         self._run: Any = None
+        self._name = ""
         if "TRACKIO_DIR" not in os.environ:  # Trackio reads it when it is imported
             os.environ["TRACKIO_DIR"] = str(directory.absolute() / "trackio")
 
@@ -45,13 +46,14 @@ class Trackio:
         if known and last < 0 and self._run.url is not None:
             # Trackio says -1 also if the Space cannot be reached.
             raise ConnectionError(f"{self._run.url} does not say which steps it has")
-        if not known:
-            self._file.write_text(name)
+        self._name = name
         return last
 
     def log(self, points: Sequence[Point]) -> None:
         for point in points:
             self._run.log({"stage": point.stage, **point.metrics}, step=point.at)
+        if not self._file.exists():  # from here on the run has steps
+            self._file.write_text(self._name)
 
     def close(self, finished: bool) -> None:
         self._run.finish()
