@@ -64,7 +64,7 @@ def read(stored: dict) -> DecoderConfig:
     hf = complete(DEFAULTS, stored)
     full = first(hf, "full_attn_idxs", default=range(hf["num_hidden_layers"]))
     derived = [FULL if i in full else CONV for i in range(hf["num_hidden_layers"])]
-    mlp = Mlp(_width(hf))
+    mlp = Mlp(width(hf))
     layers = [LayerSpec(mixer, mlp) for mixer in mixers(hf, derived)]
     return decoder("lfm2", stored, hf, layers, norm=Norm(hf["norm_eps"]))
 
@@ -91,7 +91,7 @@ def mixers(hf: dict, derived: list[str]) -> list[Attention | ShortConv]:
     return [kinds[kind] for kind in layer_types(hf, (CONV, FULL), derived)]
 
 
-def _width(hf: dict) -> int:
+def width(hf: dict) -> int:
     """Returns the width of the feed-forwards: the stored one, or two thirds of it times a factor,
     rounded up to a multiple."""
     width = first(hf, "block_ff_dim", default=hf["intermediate_size"])

@@ -1,5 +1,6 @@
 """GGUF files of tiny random models: transformers reads what Duet wrote, and Duet what it wrote."""
 
+import itertools
 import json
 from typing import Any
 
@@ -10,11 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 
 import policy
 from policy import families
-from policy.huggingface import reload
+from policy.huggingface import reload, sources
 from policy.huggingface.file_error import ModelFileError
 from policy.huggingface.gguf import metadata, rope, vocabulary, writer
+from policy.huggingface.gguf.architectures import of_model_type
 from policy.huggingface.gguf.directory import directory_of
-from policy.huggingface.gguf.tensors import opened
+from policy.huggingface.gguf.names import NameMap
+from policy.huggingface.gguf.tensors import opened, tensors_of
 from rollout.text.tokenizer import load_tokenizer, stop_ids
 
 
@@ -36,6 +39,22 @@ SMALL = {
     "eos_token_id": 2,
     "pad_token_id": 0,
     "tie_word_embeddings": False,
+}
+# Two value heads to a key head, so that files have these in another order.
+DELTA_NETS = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
 }
 # Sizes that transformers' reader does not take from a file have their defaults.
 KINDS = {
@@ -59,9 +78,25 @@ KINDS = {
         "norm_topk_prob": True,
         "head_dim": 32,
     },
-    "gemma2": {"head_dim": 32, "tie_word_embeddings": True, "sliding_window": 8},
-    "gemma3_text": {"head_dim": 32, "tie_word_embeddings": True, "sliding_window": 8},
+    "gemma2": {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 8},
+    "gemma3_text": {"head_dim": 256, "tie_word_embeddings": True, "sliding_window": 8},
     "phi3": {},
+    "gpt2": {"max_position_embeddings": 1024, "tie_word_embeddings": True},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "tie_word_embeddings": True},
+    "qwen3_5_text": DELTA_NETS,
+    "qwen3_5_moe_text": {
+        **DELTA_NETS,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+    "minimax_m2": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "rotary_dim": 8,
+    },
 }
 PROMPT = [[5, 9, 33, 70, 12, 200]]
 
@@ -75,6 +110,9 @@ def model_of(kind, directory):
         size = 0.3 if weight.ndim > 1 else 0.2
         center = 1.0 if "norm" in name and "gemma" not in kind else 0.0
         weight.data = (center + size * torch.randn_like(weight)).half().float()
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:
+            buffer.copy_(0.3 * torch.randn_like(buffer))
     model.tie_weights()
     model.save_pretrained(directory)
     return model.eval()
@@ -199,7 +237,42 @@ def test_tokenizers_come_back(pre, tmp_path):
     ("keys", "message"),
     [
         ({"model_type": "mixtral"}, "model type mixtral: not written as GGUF.*gemma2.*qwen3_moe"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope"),
+        ({"model_type": "gpt_oss"}, "gpt_oss: not written.*does not find the experts"),
+        ({"model_type": "gemma4_text"}, "gemma4_text: not written.*scales of layers"),
+        (
+            {"model_type": "stablelm", "use_parallel_residual": True},
+            "stablelm: not written.*subtract the mean",
+        ),
+        (
+            {
+                "model_type": "lfm2",
+                "conv_bias": True,
+                "layer_types": ["conv", "full_attention"],
+            },
+            "conv_bias True",
+        ),
+        (
+            {
+                "model_type": "qwen3_5_text",
+                "num_hidden_layers": 3,
+                "layer_types": ["full_attention", "linear_attention", "full_attention"],
+            },
+            "layer_types",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type linear of llama.*no scaling of rotary positions",
+        ),
+        ({"model_type": "phi3", "sliding_window": 8}, "sliding_window 8 .llama.cpp attends to all"),
+        ({"model_type": "gemma2", "head_dim": 16}, "scalar 256.*llama.cpp takes 16"),
+        (
+            {"model_type": "gemma2", "num_hidden_layers": 46, "head_dim": 256},
+            "scalar 256.*llama.cpp takes 16",
+        ),
+        (
+            {"model_type": "gemma3_text", "head_dim": 32, "query_pre_attn_scalar": 32},
+            "scalar 32.*transformers takes 256",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"model_type": "mistral", "sliding_window": 8}, "sliding_window 8"),
         ({"model_type": "gemma2", "query_pre_attn_scalar": 100}, "query_pre_attn_scalar 100"),
@@ -216,7 +289,12 @@ def test_what_a_file_cannot_say_is_refused(keys, message):
     [
         ({"model_type": "phi3"}, "phi3.attention.sliding_window", 0, "UINT32"),
         (
-            {"model_type": "gemma2", "attn_logit_softcapping": 50, "sliding_window": 8},
+            {
+                "model_type": "gemma2",
+                "attn_logit_softcapping": 50,
+                "sliding_window": 8,
+                "head_dim": 256,
+            },
             "gemma2.attn_logit_softcapping",
             50,
             "FLOAT32",
@@ -334,6 +412,36 @@ def test_eight_bits_are_those_of_the_package_and_large_weights_are_refused(tmp_p
         writer.write(file, policy.Model(model.graph, large), "f16", fields(), "x")
 
 
+def repacked(source, target, matrix, fields=(), tensors=()):
+    """Writes a file again. matrix: returns the bytes of a matrix, and their type, for its floats.
+    fields, tensors: pairs of a name and what the new file has there."""
+    import gguf
+
+    old = gguf.GGUFReader(source)
+    name = old.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, name)
+    for key, field in old.fields.items():
+        if not key.startswith("GGUF.") and key not in ("general.architecture", *dict(fields)):
+            sub = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub)
+    for key, value in fields:
+        adds = {float: writer.add_float32, str: writer.add_string, int: writer.add_uint32}
+        adds[type(value)](key, value)
+    for tensor in old.tensors:
+        floats = gguf.dequantize(tensor.data, tensor.tensor_type)
+        if floats.ndim == 1:
+            writer.add_tensor(tensor.name, floats)
+        else:
+            data, number = matrix(floats)
+            writer.add_tensor(tensor.name, data, raw_dtype=number)
+    for key, array in tensors:
+        writer.add_tensor(key, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_other_types_are_read_as_transformers_does(kind, tmp_path):
     import gguf
@@ -342,23 +450,8 @@ def test_other_types_are_read_as_transformers_does(kind, tmp_path):
     model = policy.load(tmp_path / "model")
     file = tmp_path / "x.gguf"
     writer.write(file, model, "f16", fields(), "x")
-    source = gguf.GGUFReader(file)
     number = gguf.GGMLQuantizationType[kind]
-    target = gguf.GGUFWriter(tmp_path / "y.gguf", "llama")
-    for name, field in source.fields.items():
-        if not name.startswith("GGUF.") and name != "general.architecture":
-            sub = field.types[-1] if len(field.types) > 1 else None
-            target.add_key_value(name, field.contents(), field.types[0], sub_type=sub)
-    for tensor in source.tensors:
-        floats = gguf.dequantize(tensor.data, tensor.tensor_type)
-        if floats.ndim == 1:
-            target.add_tensor(tensor.name, floats)
-        else:
-            target.add_tensor(tensor.name, gguf.quantize(floats, number), raw_dtype=number)
-    target.write_header_to_file()
-    target.write_kv_data_to_file()
-    target.write_tensors_to_file()
-    target.close()
+    repacked(file, tmp_path / "y.gguf", lambda floats: (gguf.quantize(floats, number), number))
     plain = GgufConfig(dequantize=True)
     AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="y.gguf", quantization_config=plain, dtype=torch.float32
@@ -366,6 +459,143 @@ def test_other_types_are_read_as_transformers_does(kind, tmp_path):
     ours, theirs = policy.load(tmp_path / "y.gguf"), policy.load(tmp_path / "theirs")
     for path, weight in theirs.params.items():
         assert np.array_equal(np.asarray(weight), np.asarray(ours.params[path])), path
+
+
+BLOCKS = (
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S"),
+    *("IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+)
+
+
+def test_types_that_only_llama_cpp_writes_are_read_as_transformers_does(tmp_path):
+    """Random blocks, for which transformers has code of its own. Matrices have a type each."""
+    import gguf
+    from transformers.integrations.gguf import dequant
+
+    small = SMALL | {"model_type": "qwen2", "hidden_size": 256, "intermediate_size": 256}
+    file = tmp_path / "x.gguf"
+    writer.write(file, policy.create(families.read(small)), "f16", fields(), "x")
+    kinds = itertools.cycle(gguf.GGMLQuantizationType[kind] for kind in BLOCKS)
+    drawn = np.random.default_rng(0)
+
+    def blocks(floats):
+        kind = next(kinds)
+        numbers, size = gguf.GGML_QUANT_SIZES[kind]
+        shape = (len(floats), floats.shape[-1] // numbers * size)
+        return drawn.integers(0, 0x7C, shape, np.uint8), kind  # no scale is infinite
+
+    repacked(file, tmp_path / "y.gguf", blocks)
+    stored = opened(tmp_path / "y.gguf").tensors
+    read = tensors_of(tmp_path / "y.gguf")
+    seen = set()
+    for name, tensor in read.items():
+        place = NameMap(of_model_type("qwen2"), 2).of(name)
+        assert place is not None
+        theirs = stored[place.tensor]
+        if len(tensor.shape) == 1:
+            continue
+        kind = theirs.tensor_type
+        seen.add(kind.name)
+        rows = slice(3, 9)
+        numbers = dequant.dequantize(torch.from_numpy(theirs.data[rows].copy()), int(kind))
+        expected = numbers.reshape(6, -1)[:, 5:70].numpy()
+        ours = tensor[rows, slice(5, 70)]
+        assert np.allclose(ours, expected, rtol=1e-5, atol=1e-6 * np.abs(expected).max()), kind
+    assert seen == set(BLOCKS)
+
+
+def test_a_type_that_nothing_dequantises_is_refused(tmp_path):
+    import gguf
+
+    small = SMALL | {"model_type": "qwen2", "hidden_size": 256, "intermediate_size": 256}
+    file = tmp_path / "x.gguf"
+    writer.write(file, policy.create(families.read(small)), "f16", fields(), "x")
+    kind = gguf.GGMLQuantizationType.Q8_K
+    repacked(
+        file,
+        tmp_path / "y.gguf",
+        lambda floats: (np.zeros((len(floats), floats.shape[-1] // 256 * 292), np.uint8), kind),
+    )
+    with pytest.raises(ModelFileError, match="Q8_K"):
+        policy.load(tmp_path / "y.gguf")
+
+
+FACTORS = {"long_factor": [1.0 + i for i in range(8)], "short_factor": [1.0] * 7 + [2.0]}
+SCALED = {
+    "gemma3": (
+        {"model_type": "gemma3_text", "head_dim": 256, "num_hidden_layers": 6},
+        {"rope_type": "linear", "factor": 8.0},
+        {"scaling.type": "linear", "scaling.factor": 8.0},
+    ),
+    "qwen2": (
+        {"model_type": "qwen2"},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 32},
+    ),
+    "phi3": (
+        {"model_type": "phi3", "original_max_position_embeddings": 32},
+        {"rope_type": "longrope", "attention_factor": 1.2, **FACTORS},
+        {"scaling.attn_factor": 1.2, "scaling.original_context_length": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_rescaled_rotary_positions_of_files_are_read(kind, tmp_path):
+    """Files of Gemma 3 4B and larger, of long Qwen 2.5 and of Phi-3.5 have them."""
+    keys, rope_scaling, numbers = SCALED[kind]
+    small = SMALL | {"tie_word_embeddings": kind == "gemma3"} | keys
+    file = tmp_path / "x.gguf"
+    plain = {key: value for key, value in small.items() if not key.startswith("original")}
+    writer.write(file, policy.create(families.read(plain)), "f16", fields(), "x")
+    named = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
+    repacked(
+        file,
+        tmp_path / "y.gguf",
+        lambda floats: (floats, None),
+        [(f"{kind}.rope.{key}", value) for key, value in numbers.items()],
+        [
+            (name, np.asarray(rope_scaling[key], np.float32))
+            for name, key in named.items()
+            if key in rope_scaling
+        ],
+    )
+    read = sources.read_config(directory_of(tmp_path / "y.gguf"))
+    expected = families.read(small | {"rope_scaling": rope_scaling})
+    assert ropes_of(read) == ropes_of(expected) != ropes_of(families.read(plain))
+
+
+def ropes_of(config):
+    """The rotary positions of a layer with a window, if there is one, and of the last layer."""
+    return [stack.pattern[-1].mixer.rope for stack in config.stacks]
+
+
+@pytest.mark.parametrize(("kind", "layers"), [("gemma2", 46), ("gemma3_text", 62)])
+def test_the_largest_gemma_divides_by_another_number(kind, layers):
+    """llama.cpp knows the model of 27 billion weights by its layers, and files have no key."""
+    architecture = of_model_type(kind)
+    hf = {**SMALL, "model_type": kind, "head_dim": 256, "sliding_window": 8}
+    numbers = metadata.metadata(families.read(hf))
+    small = metadata.configuration(architecture, numbers, ())
+    large = metadata.configuration(architecture, numbers | {"block_count": layers}, ())
+    assert (small["query_pre_attn_scalar"], large["query_pre_attn_scalar"]) == (256, 16)
+
+
+def test_blocks_that_predict_further_tokens_are_left_out(tmp_path):
+    """llama.cpp counts them as layers of Qwen3.5."""
+    model_of("qwen3_5_text", tmp_path / "model")
+    model = policy.load(tmp_path / "model")
+    writer.write(tmp_path / "x.gguf", model, "f16", fields(), "x")
+    repacked(
+        tmp_path / "x.gguf",
+        tmp_path / "y.gguf",
+        lambda floats: (floats, None),
+        [("qwen35.block_count", 3), ("qwen35.nextn_predict_layers", 1)],
+        [("blk.2.attn_norm.weight", np.ones(64, np.float32))],
+    )
+    read = policy.load(tmp_path / "y.gguf")
+    assert read.params.keys() == model.params.keys()
+    assert read.config.stacks == model.config.stacks
 
 
 def test_damaged_files_and_other_architectures_are_refused(tmp_path):

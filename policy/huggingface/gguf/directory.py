@@ -18,7 +18,7 @@ from policy.huggingface.gguf.vocabulary import tokenizer_json
 
 SUFFIX = ".gguf"
 FILE = "model.gguf"
-_VERSION = 1  # of what is derived from a file
+_VERSION = 2  # of what is derived from a file
 _TOKENIZER = "tokenizer.ggml."
 _STOPS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SPECIAL = {

@@ -19,7 +19,13 @@ _ROPE = "rope.freq_base"
 _ROTATED = "rope.dimension_count"
 _VALUES = "attention.value_length"
 _WINDOW = "attention.sliding_window"
-_SCALING = "rope.scaling.type"
+_PREDICTIONS = "nextn_predict_layers"
+_SCALAR = "query_pre_attn_scalar"
+_DEFAULT_SCALAR = 256  # of the classes of transformers, whose reader takes it from no file
+# What programs compute of a key that files have, or would have.
+_REASONS = {
+    ("phi3", "sliding_window"): " (llama.cpp attends to all tokens, whatever the file says)",
+}
 # Keys of config.json that say nothing of what a decoder computes.
 _OTHER = (
     *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "model_type"),
@@ -28,7 +34,7 @@ _OTHER = (
 )
 
 
-def metadata(config: DecoderConfig) -> dict[str, int | float]:
+def metadata(config: DecoderConfig) -> dict[str, Any]:
     """Returns the numbers of a configuration by key of GGUF, after "ARCHITECTURE.".
 
     Raises ModelFileError for a model type that is not written, and for a decoder of which the
@@ -41,11 +47,14 @@ def metadata(config: DecoderConfig) -> dict[str, int | float]:
     head_dim = full.get("head_dim") or full["hidden_size"] // full["num_attention_heads"]
     result["attention.key_length"] = head_dim
     result[_VALUES] = head_dim
-    share = 1.0 if architecture.rotary is None else full.get(architecture.rotary) or 1.0
-    result[_ROTATED] = int(head_dim * share)
+    result[_ROTATED] = int(head_dim * _rotated_share(architecture, full))
     if architecture.name == "phi3":
         result.setdefault(_WINDOW, 0)  # llama.cpp needs the key
     result[_ROPE] = float(_rope(full).get("rope_theta") or 10000.0)
+    if architecture.derived is not None:
+        result |= architecture.derived.numbers(full)
+    _check_rope(architecture, full)
+    _check_scale(architecture, full)
     _check(config, architecture, result, full)
     return result
 
@@ -67,16 +76,15 @@ def configuration(
     """Returns the keys of config.json for the metadata of a file, by key after "ARCHITECTURE.".
 
     tensors: names of the tensors of the file, which say whether the head is the embedding and which
-    products have a bias. Raises ModelFileError for metadata that Duet does not compute.
+    products have a bias. Scalings of rotary positions are left out. Raises ModelFileError for
+    metadata that Duet does not compute.
     """
-    scaling = numbers.get(_SCALING)
-    if scaling not in (None, "none"):
-        raise ModelFileError(f"{architecture.name}.{_SCALING}: {scaling} is not read from GGUF")
     hf = {name: numbers[key] for key, name in architecture.keys if key in numbers}
     hf |= architecture.constants
     hf["model_type"] = architecture.model_type
     family = families.find({"model_type": architecture.model_type})
-    hf["architectures"] = [family.ARCHITECTURES[0]]
+    hf.setdefault("architectures", [family.ARCHITECTURES[0]])
+    hf["num_hidden_layers"] -= numbers.get(_PREDICTIONS, 0)
     heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or numbers.get(_ROTATED) or hf["hidden_size"] // heads
     hf["head_dim"] = head_dim
@@ -95,9 +103,27 @@ def configuration(
         hf["attention_bias"] = "blk.0.attn_output.bias" in tensors
         hf["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
     if architecture.name == "phi3":
-        hf["original_max_position_embeddings"] = hf["max_position_embeddings"]
+        hf["original_max_position_embeddings"] = numbers.get(
+            rope.ORIGINAL_LENGTH, hf["max_position_embeddings"]
+        )
         hf["sliding_window"] = numbers.get(_WINDOW) or None
+    if architecture.largest is not None:
+        hf[_SCALAR] = _scalar(architecture, hf)
+    if architecture.derived is not None:
+        hf |= architecture.derived.config({_ROTATED: rotated, **numbers})
+    if "rope_parameters" in hf:  # which say these too
+        hf = {key: value for key, value in hf.items() if key not in _IN_ROPE_PARAMETERS}
     return hf
+
+
+_IN_ROPE_PARAMETERS = ("rope_theta", "partial_rotary_factor")
+
+
+def _scalar(architecture: Architecture, hf: Mapping[str, Any]) -> int:
+    """Returns the number by whose root llama.cpp divides products of queries and keys."""
+    if hf["num_hidden_layers"] == architecture.largest:
+        return hf["hidden_size"] // hf["num_attention_heads"]
+    return hf["head_dim"]
 
 
 def _full(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,6 +145,40 @@ def _rope(full: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rotary positions of layers with full attention."""
     rope = full.get("rope_parameters") or {}
     return rope.get("full_attention", rope)
+
+
+def _rotated_share(architecture: Architecture, full: Mapping[str, Any]) -> float:
+    key = architecture.rotary
+    return 1.0 if key is None else full.get(key) or _rope(full).get(key) or 1.0
+
+
+def _check_rope(architecture: Architecture, full: Mapping[str, Any]) -> None:
+    """Raises ModelFileError for rotary positions that are rescaled otherwise than those of Llama
+    3.1."""
+    parameters = _rope(full)
+    kind = parameters.get("rope_type", "default")
+    if architecture.name == "llama" and rope.factor_of(parameters) is not None:
+        return
+    if kind != "default":
+        raise ModelFileError(
+            f"rope_type {kind} of {full['model_type']}: not written as GGUF; transformers takes no "
+            "scaling of rotary positions from a file, and would compute without it"
+        )
+
+
+def _check_scale(architecture: Architecture, full: Mapping[str, Any]) -> None:
+    """Raises ModelFileError for products of queries and keys that llama.cpp or transformers scale
+    otherwise."""
+    if architecture.largest is None:
+        return
+    scalar = full[_SCALAR]
+    by_llama = _scalar(architecture, full)
+    for program, theirs in (("llama.cpp", by_llama), ("transformers", _DEFAULT_SCALAR)):
+        if scalar != theirs:
+            raise ModelFileError(
+                f"{_SCALAR} {scalar}: a GGUF file of the architecture {architecture.name} has no key "
+                f"for it, and {program} takes {theirs} for this model"
+            )
 
 
 def _check(
@@ -153,7 +213,7 @@ def _check(
         return
     theirs = _full(read)
     differing = [
-        f"{key} {full[key]!r}"
+        f"{key} {full[key]!r}{_REASONS.get((architecture.name, key), '')}"
         for key in sorted(full.keys() & theirs.keys() - set(_OTHER))
         if full[key] != theirs[key]
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,14 @@ import numpy as np
 
 from policy.huggingface.file_error import ModelFileError
 from policy.huggingface.gguf import rope
-from policy.huggingface.gguf.architectures import (
-    Architecture,
-    heads_of,
-    is_norm,
-    of_file,
-    permuted_rows,
-)
+from policy.huggingface.gguf.architectures import Architecture, of_file
+from policy.huggingface.gguf.forms import Form, form_of
 from policy.huggingface.gguf.metadata import configuration
-from policy.huggingface.gguf.names import GgufName, NameMap
+from policy.huggingface.gguf.names import NameMap
 from policy.huggingface.gguf.package import gguf
 
 # Tensors that the configuration says.
-_DERIVED = (rope.TENSOR,)
+_DERIVED = (rope.TENSOR, rope.LONG, rope.SHORT)
 
 
 @dataclass(frozen=True)
@@ -42,7 +37,7 @@ class GgufFile:
         """Returns the metadata of the architecture, by key after "ARCHITECTURE."."""
         prefix = f"{self.architecture.name}."
         return {
-            key.removeprefix(prefix): field.contents()
+            key.removeprefix(prefix): _shortest(field.contents())
             for key, field in self.fields.items()
             if key.startswith(prefix)
         }
@@ -52,10 +47,8 @@ class GgufFile:
         try:
             hf = configuration(self.architecture, self.numbers, self.tensors.keys())
             hf.setdefault("vocab_size", int(self.tensors["token_embd.weight"].shape[1]))
-            if rope.TENSOR in self.tensors:
-                stored = np.asarray(self.tensors[rope.TENSOR].data, np.float32)
-                scaled = rope.scaling(stored, hf["rope_theta"], hf["head_dim"])
-                hf |= {} if scaled is None else {"rope_scaling": scaled}
+            scaled = rope.of_file(self.numbers, self.tensors, hf)
+            hf |= {} if scaled is None else {"rope_scaling": scaled}
         except KeyError as error:
             raise ModelFileError(f"{self.path}: the metadata lacks {error}") from None
         except ModelFileError as error:
@@ -63,34 +56,43 @@ class GgufFile:
         return hf
 
 
+def _shortest(value: Any) -> Any:
+    """Returns the shortest number that is the same float32, such as 1e-6; other values unchanged."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
 class GgufTensor:
     """A tensor of a GGUF file in the form of Hugging Face files. Indexing dequantises the rows that
     are read."""
 
-    def __init__(self, file: GgufFile, name: GgufName, rows: np.ndarray | None):
-        tensor = file.tensors[name.tensor]
+    def __init__(self, tensor: Any, form: Form, expert: int | None):
         self._type = tensor.tensor_type
-        self._data = tensor.data if name.expert is None else tensor.data[name.expert]
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        self.shape = shape if name.expert is None else shape[1:]
-        self._rows = rows
-        self._offset = file.architecture.offset if is_norm(name.tensor) else 0.0
-        if name.tensor.endswith("ffn_gate_inp_shexp.weight") and len(self.shape) == 1:
-            self.shape = (1, *self.shape)
-            self._data = self._data[None]
+        self._data = tensor.data if expert is None else tensor.data[expert]
+        stored = tuple(int(size) for size in reversed(tensor.shape))
+        self._stored = stored if expert is None else stored[1:]
+        self._form = form
+        self._rows = None if form.rows is None else np.argsort(form.rows)
+        self.shape = form.shape(self._stored)
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        if len(self._stored) == 1:
+            numbers = self._floats(self._data)
+            in_order = numbers if self._rows is None else numbers[self._rows]
+            return self._form.read(in_order)[index]
         first, *rest = index
-        if len(self.shape) == 1:
-            data = self._floats(self._data)
-            return (data if self._rows is None else data[self._rows])[first]
-        chosen = self._data[first] if self._rows is None else self._data[self._rows[first]]
-        return self._floats(chosen)[(slice(None), *rest)]
+        if self._form.transposed:
+            return self._floats(self._data[rest[0]]).T[first]
+        chosen = self._data[first if self._rows is None else self._rows[first]]
+        return self._form.read(self._floats(chosen))[(slice(None), *rest)]
 
     def _floats(self, data: np.ndarray) -> np.ndarray:
         package = gguf("a GGUF file")
-        numbers = package.dequantize(np.ascontiguousarray(data), self._type)
-        return numbers - np.float32(self._offset) if self._offset else numbers
+        try:
+            return package.dequantize(np.ascontiguousarray(data), self._type)
+        except NotImplementedError:
+            raise ModelFileError(
+                f"a tensor of the type {self._type.name}, which the package gguf does not dequantise"
+            ) from None
 
 
 def opened(path: Path) -> GgufFile:
@@ -120,20 +122,23 @@ def tensors_of(path: Path) -> dict[str, GgufTensor]:
     file = opened(path)
     hf = file.configuration()
     names = NameMap(file.architecture, hf["num_hidden_layers"])
-    stored = names.stored_names(int(hf.get("num_experts") or 0))
+    experts = int(hf.get("num_experts") or hf.get("num_local_experts") or 0)
+    stored = names.stored_names(experts, file.tensors.keys())
     result = {}
     for name, place in stored.items():
-        if place.tensor in file.tensors:
-            heads = heads_of(file.architecture, place.tensor, hf)
-            rows = None
-            if heads is not None:
-                count = int(file.tensors[place.tensor].shape[-1])
-                rows = np.argsort(permuted_rows(count, heads))
-            result[name] = GgufTensor(file, place, rows)
+        tensor = file.tensors[place.tensor]
+        form = form_of(file.architecture, place.tensor, hf, int(tensor.shape[-1]))
+        result[name] = GgufTensor(tensor, form, place.expert)
     read = {place.tensor for place in stored.values()}
-    others = sorted(file.tensors.keys() - read - set(_DERIVED))
+    others = sorted(file.tensors.keys() - read - set(_DERIVED) - set(_beyond(file, hf)))
     if others:
         raise ModelFileError(
             f"{path}: {file.architecture.name} has no place for the tensor {others[0]}"
         )
     return result
+
+
+def _beyond(file: GgufFile, hf: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the tensors of the blocks after the last layer, which predict further tokens."""
+    for number in range(hf["num_hidden_layers"], file.numbers["block_count"]):
+        yield from (name for name in file.tensors if name.startswith(f"blk.{number}."))

@@ -52,6 +52,18 @@ _END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_MARKS}{_END}"
 _QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_MARKS}{_END}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{_END}"
+)
+# Words by case: upper-case letters and then lower-case ones, one of both at least.
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_END}"
+)
 _DIGITS = {"type": "Digits", "individual_digits": True}
 PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "gpt-2": _byte_level(True),
@@ -59,9 +71,15 @@ PRE_TOKENIZERS: dict[str, dict[str, Any]] = {
     "smollm": {"type": "Sequence", "pretokenizers": [_DIGITS, _byte_level(True)]},
     "llama-bpe": _split(_LLAMA3),
     "qwen2": _split(_QWEN2),
+    "qwen35": _split(_QWEN35),
+    "gpt-4o": _split(_GPT4O),
 }
 """How a text is cut before merges, by the name in files."""
-_SAME_AS = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+_SAME_AS = {
+    **dict.fromkeys(("llama3", "llama-v3", "lfm2", "falcon3"), "llama-bpe"),
+    "deepseek-r1-qwen": "qwen2",
+    "minimax-m2": "gpt-4o",
+}
 _ID_KEYS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -297,7 +315,7 @@ def _byte_level_parts(fields: Mapping[str, Any], path: object) -> dict[str, Any]
             "the tokenizer of the original model: tokenizer=org/name"
         )
     return {
-        "normalizer": {"type": "NFC"} if name == "qwen2" else None,
+        "normalizer": {"type": "NFC"} if name in ("qwen2", "qwen35") else None,
         "pre_tokenizer": PRE_TOKENIZERS[name],
         "decoder": _byte_level(True),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,13 +14,8 @@ import numpy as np
 from policy import families
 from policy.huggingface.file_error import ModelFileError
 from policy.huggingface.gguf import rope
-from policy.huggingface.gguf.architectures import (
-    Architecture,
-    heads_of,
-    is_norm,
-    of_model_type,
-    permuted_rows,
-)
+from policy.huggingface.gguf.architectures import of_model_type
+from policy.huggingface.gguf.forms import form_of
 from policy.huggingface.gguf.metadata import metadata, rope_factors
 from policy.huggingface.gguf.names import NameMap
 from policy.huggingface.gguf.package import gguf
@@ -31,7 +26,9 @@ from policy.model import Model
 GgufType = Literal["f16", "q8_0"]
 BLOCK = 32
 """Numbers of a row that share a scale in q8_0."""
-_SMALL = ("ffn_gate_inp",)  # routers stay in float32
+# Routers, convolutions and learned positions, which llama.cpp has in float32.
+_SMALL = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv", "position_embd")
+_GATE_AND_UP = "ffn_gate_up_exps"
 _LARGEST = 65504.0  # of float16
 
 
@@ -55,8 +52,8 @@ def write(path: Path, model: Model, kind: GgufType, vocabulary: Vocabulary, name
     writer.add_file_type(file_types.MOSTLY_F16 if kind == "f16" else file_types.MOSTLY_Q8_0)
     writer.add_quantization_version(package.GGML_QUANT_VERSION)
     for key, value in numbers.items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        add(f"{architecture.name}.{key}", value)
+        adds = {float: writer.add_float32, list: writer.add_array}
+        adds.get(type(value), writer.add_uint32)(f"{architecture.name}.{key}", value)
     vocabulary.add_to(writer, config.vocab_size)
     for tensor, array in gguf_tensors(model):
         stored = _stored(package, tensor, array, kind)
@@ -87,8 +84,9 @@ def gguf_tensors(model: Model) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of a file by name, in float32. Experts are one tensor [experts, O, I]."""
     hf = families.text_model(json.loads(model.config.hf))
     architecture = of_model_type(hf["model_type"])
-    names = NameMap(architecture, int(hf["num_hidden_layers"]))
-    count = metadata(model.config).get("expert_count", 0)
+    numbers = metadata(model.config)
+    names = NameMap(architecture, numbers["block_count"])
+    count = numbers.get("expert_count", 0)
     experts: dict[str, list[np.ndarray]] = defaultdict(list)
     graph = model.graph
     text = {path: array for path, array in model.params.items() if not path.startswith(MTP)}
@@ -96,26 +94,25 @@ def gguf_tensors(model: Model) -> Iterator[tuple[str, np.ndarray]]:
         place = names.of(name)
         if place is None:
             raise ModelFileError(f"GGUF of {architecture.name} has no name for the tensor {name}")
-        numbers = np.asarray(array, np.float32)
-        if place.expert is None:
-            yield place.tensor, _changed(architecture, place.tensor, numbers, hf)
-            continue
-        together = experts[place.tensor]
-        together.append(numbers)
-        if len(together) == count:
-            yield place.tensor, np.stack(experts.pop(place.tensor))
+        floats = np.asarray(array, np.float32)
+        if place.expert is not None:
+            together = experts[place.tensor]
+            together.append(floats)
+            if len(together) < count:
+                continue
+            floats = np.stack(experts.pop(place.tensor))
+        for tensor, part in _apart(place.tensor, floats):
+            yield tensor, form_of(architecture, tensor, hf, len(part)).stored(part)
 
 
-def _changed(
-    architecture: Architecture, name: str, array: np.ndarray, hf: Mapping[str, Any]
-) -> np.ndarray:
-    """Returns a tensor in the form of GGUF."""
-    if is_norm(name):
-        return array + np.float32(architecture.offset)
-    if name.endswith("ffn_gate_inp_shexp.weight"):
-        return array[0]
-    heads = heads_of(architecture, name, hf)
-    return array if heads is None else array[permuted_rows(len(array), heads)]
+def _apart(tensor: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the tensors of GGUF for one whose numbers may be those of two: the gates and the
+    products of experts."""
+    if _GATE_AND_UP not in tensor:
+        yield tensor, array
+        return
+    for name, half in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
+        yield tensor.replace(_GATE_AND_UP, f"ffn_{name}_exps"), half
 
 
 @dataclass(frozen=True)
