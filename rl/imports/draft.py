@@ -4,21 +4,22 @@ and for each word what became of it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
+from policy.json_types import JsonObject, JsonValue, as_objects
 from rewards.suggest import nearest
 from rl.config.foreign import FOREIGN
-from rl.imports.given import Given, Word
+from rl.imports.given import Given, GivenValue
 from rl.imports.rules import (
-    UNSET,
-    Change,
     Copy,
+    Differ,
     Joint,
     Leave,
     Refuse,
     Table,
+    Unset,
     is_neutral,
     reason,
     rule_of,
@@ -36,14 +37,14 @@ _FALSE = {"false", "no", "off", "0"}
 
 
 @dataclass(frozen=True)
-class Entry:
+class KeyFate:
     """What became of words. keys: theirs. target: key of Duet, "" if none. text: a note or the
     reason."""
 
     fate: Fate
     keys: tuple[str, ...]
     target: str = ""
-    value: Any = None
+    value: JsonValue = None
     text: str = ""
 
 
@@ -51,7 +52,7 @@ class Entry:
 class Written:
     """A value of the new file, and the comment that says where it comes from."""
 
-    value: Any
+    value: JsonValue
     comment: str
 
 
@@ -74,7 +75,7 @@ class Draft:
     table: Table
     facts: Facts = field(default_factory=Facts)
     values: dict[str, Written] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[KeyFate] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)
     _unknown: int = 0
 
@@ -83,7 +84,7 @@ class Draft:
         word = self.given.words.get(key)
         return word is not None and word.value is not None
 
-    def value(self, key: str) -> Any:
+    def value(self, key: str) -> JsonValue:
         """Returns the value of a key: of the files, else the framework's default, else None."""
         word = self.given.words.get(key)
         if word is not None and word.unresolved:
@@ -92,8 +93,8 @@ class Draft:
         if word is not None:
             return None if word.value in ("null", "None") else word.value
         rule = rule_of(self.table, key)
-        default = rule.default if isinstance(rule, Copy | Joint) else UNSET
-        return None if default is UNSET else default
+        default = rule.default if isinstance(rule, Copy | Joint) else None
+        return None if isinstance(default, Unset) else default
 
     def number(self, key: str) -> float | None:
         """Returns a number, or None. Any other value is refused."""
@@ -138,7 +139,9 @@ class Draft:
             return []
         return [str(each) for each in value] if isinstance(value, list) else [str(value)]
 
-    def put(self, name: str, value: Any, *keys: str, note: str = "", changed: bool = False) -> None:
+    def put(
+        self, name: str, value: JsonValue, *keys: str, note: str = "", changed: bool = False
+    ) -> None:
         """Writes a value. keys: of the words that it follows from; those that the files have get
         their fate. note: how it follows. changed: whether the meaning differs."""
         if value is None and any(self.fate_of(key) in ("refused", "left") for key in keys):
@@ -146,7 +149,7 @@ class Draft:
         given = tuple(key for key in dict.fromkeys(keys) if self._is_given(key))
         self._write(name, Written(value, self._comment(given, note, bool(keys))))
         fate: Fate = "changed" if changed else "mapped"
-        self.entries.append(Entry(fate, given or tuple(keys), name, value, note))
+        self.entries.append(KeyFate(fate, given or tuple(keys), name, value, note))
 
     def _write(self, name: str, written: Written) -> None:
         """Writes a value; keys of a section that is a list are those of each entry."""
@@ -154,7 +157,9 @@ class Draft:
         for count in range(1, len(parts)):
             section = self.values.get(".".join(parts[:count]))
             if section is not None:
-                entries = [_with(entry, parts[count:], written.value) for entry in section.value]
+                entries = [
+                    _with(entry, parts[count:], written.value) for entry in _items(section.value)
+                ]
                 self.values[".".join(parts[:count])] = replace(section, value=entries)
                 return
         inside = [key for key in self.values if key.startswith(f"{name}.")]
@@ -162,9 +167,22 @@ class Draft:
             for key in inside:
                 path = key.removeprefix(f"{name}.").split(".")
                 value = self.values.pop(key).value
-                entries = [_with(entry, path, value) for entry in written.value]
+                entries = [_with(entry, path, value) for entry in _items(written.value)]
                 written = replace(written, value=entries)
         self.values[name] = written
+
+    def written_number(self, name: str) -> float | None:
+        """Returns the number that is written at a key of Duet; None without one."""
+        written = self.values.get(name)
+        value = None if written is None else written.value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return value
+
+    def written_entries(self, name: str) -> list[JsonObject]:
+        """Returns the sections of the list that is written at a key of Duet; none without one."""
+        written = self.values.get(name)
+        return as_objects(None if written is None else written.value)
 
     def same(self, *keys: str, note: str = "") -> None:
         """Says that those words that have no fate yet need no key in Duet, because it does the same
@@ -197,7 +215,7 @@ class Draft:
             if key not in done:
                 self._by_rule(key)
         for key, rule in self.table.items():
-            if isinstance(rule, Copy) and rule.default is not UNSET and "*" not in key:
+            if isinstance(rule, Copy) and not isinstance(rule.default, Unset) and "*" not in key:
                 is_new = target(key, rule) not in self.values
                 if key not in self.given.words and key not in skip and is_new and key not in done:
                     self.put(target(key, rule), rule.default, key, note=rule.note)
@@ -237,11 +255,11 @@ class Draft:
             self._refuse_unresolved(key, word)
         elif isinstance(rule, Copy):
             self._copy(key, rule)
-        elif isinstance(rule, Refuse | Change) and is_neutral(word.value, rule):
+        elif isinstance(rule, Refuse | Differ) and is_neutral(word.value, rule):
             self.same(key)
         elif isinstance(rule, Refuse):
             self.refuse(key, why=reason(key, rule))
-        elif isinstance(rule, Change):
+        elif isinstance(rule, Differ):
             self.change(key, note=rule.note)
         elif self.value(key) is None or self.value(key) == rule.default:
             self.same(key)
@@ -259,7 +277,7 @@ class Draft:
         else:
             self.put(target(key, rule), value, key, note=rule.note, changed=bool(rule.note))
 
-    def _typed(self, key: str, rule: Copy) -> Any:
+    def _typed(self, key: str, rule: Copy) -> JsonValue:
         """Returns a value in the type of the framework's default."""
         if isinstance(rule.default, bool):
             return self.truth(key) if self.value(key) is not None else None
@@ -269,7 +287,7 @@ class Draft:
         if key in self.given.words:
             self.refuse(key, why=f"it must be {kind}")
 
-    def _refuse_unresolved(self, key: str, word: Word) -> None:
+    def _refuse_unresolved(self, key: str, word: GivenValue) -> None:
         if self.fate_of(key) in ("refused", "left"):
             return
         names = ", ".join(dict.fromkeys(word.unresolved))
@@ -285,12 +303,12 @@ class Draft:
     def _note(self, fate: Fate, keys: Sequence[str], text: str) -> None:
         known = tuple(key for key in dict.fromkeys(keys) if self._is_given(key))
         if known or fate in ("changed", "refused"):
-            self.entries.append(Entry(fate, known or tuple(keys), text=text))
+            self.entries.append(KeyFate(fate, known or tuple(keys), text=text))
 
     def _is_given(self, key: str) -> bool:
         return key in self.given.words or key in self.given.launcher
 
-    def is_default(self, entry: Entry) -> bool:
+    def is_default(self, entry: KeyFate) -> bool:
         """Tells whether a value follows from defaults of the framework alone."""
         return bool(entry.keys) and not any(map(self._is_given, entry.keys))
 
@@ -301,9 +319,18 @@ class Draft:
         return ": ".join(part for part in (origin, note) if part)
 
 
-def _with(entry: Any, path: Sequence[str], value: Any) -> Any:
+def _items(value: JsonValue) -> Sequence[JsonValue]:
+    return value if isinstance(value, list) else []
+
+
+def _with(entry: JsonValue, path: Sequence[str], value: JsonValue) -> dict[str, JsonValue]:
     """Returns an entry with a value at a path, unless it has one there."""
-    entry = dict(entry) if isinstance(entry, dict) else {"path": entry}
+    result: dict[str, JsonValue] = {"path": entry}
+    if isinstance(entry, Mapping):
+        result = dict(entry)
     first, *rest = path
-    entry[first] = _with(entry.get(first, {}), rest, value) if rest else entry.get(first, value)
-    return entry
+    if rest:
+        result[first] = _with(result.get(first, {}), rest, value)
+    else:
+        result.setdefault(first, value)
+    return result

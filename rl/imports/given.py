@@ -9,8 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from policy.json_types import JsonValue
 from rl.config import yaml_tree
 from rl.config.yaml_tree import PlacedValue
 from rl.errors import ConfigError
@@ -24,12 +25,12 @@ _ARGUMENT = "argument"
 
 
 @dataclass(frozen=True)
-class Word:
+class GivenValue:
     """The value of a key in a file or on a command line. where: file and line, or number of the
     argument. unresolved: variables of a shell without a value. name: of its key in the file, if it
     is an older name of the key."""
 
-    value: Any
+    value: JsonValue
     where: str
     unresolved: tuple[str, ...] = ()
     name: str = ""
@@ -66,10 +67,10 @@ class Given:
     as those of accelerate.
     """
 
-    words: dict[str, Word] = field(default_factory=dict)
+    words: dict[str, GivenValue] = field(default_factory=dict)
     program: str = ""
-    positional: list[Word] = field(default_factory=list)
-    launcher: dict[str, Word] = field(default_factory=dict)
+    positional: list[GivenValue] = field(default_factory=list)
+    launcher: dict[str, GivenValue] = field(default_factory=dict)
 
     def over(self, below: Given) -> Given:
         """Returns these words over those of `below`."""
@@ -87,10 +88,10 @@ def read(sources: Sequence[str], syntax: Syntax, environment: Mapping[str, str])
     framework in a script; an argument after the first key that is no key.
     """
     result = Given()
-    overrides: list[shell.Text] = []
+    overrides: list[shell.ShellWord] = []
     for number, source in enumerate(sources, start=1):
         if overrides or source.startswith("-") or ("=" in source and not os.path.exists(source)):
-            overrides.append(shell.Text(source, number))
+            overrides.append(shell.ShellWord(source, number))
         else:
             result = read_file(Path(source).expanduser(), syntax, environment).over(result)
     if overrides:
@@ -100,7 +101,7 @@ def read(sources: Sequence[str], syntax: Syntax, environment: Mapping[str, str])
 
 
 def _of_arguments(
-    overrides: Sequence[shell.Text], syntax: Syntax, environment: Mapping[str, str]
+    overrides: Sequence[shell.ShellWord], syntax: Syntax, environment: Mapping[str, str]
 ) -> Given:
     """Reads the arguments after the files, none of which may be left over."""
     given = _keys(_as_flags(overrides) if syntax.form == "flags" else overrides, syntax, _ARGUMENT)
@@ -112,7 +113,7 @@ def _of_arguments(
     return _with_files(given, Path(), syntax, environment)
 
 
-def _as_flags(overrides: Sequence[shell.Text]) -> list[shell.Text]:
+def _as_flags(overrides: Sequence[shell.ShellWord]) -> list[shell.ShellWord]:
     """Returns the arguments with each `key=value` before the first flag as `--key=value`."""
     first = next(
         (at for at, word in enumerate(overrides) if word.text.startswith("-")), len(overrides)
@@ -163,7 +164,7 @@ def _is_mapping(text: str, path: Path) -> bool:
         return False
 
 
-def _configuration(text: str, path: Path, syntax: Syntax) -> dict[str, Word]:
+def _configuration(text: str, path: Path, syntax: Syntax) -> dict[str, GivenValue]:
     try:
         tree = yaml_tree.parse(text, lambda line: f"{path.name}:{line}")
     except ConfigError:
@@ -178,19 +179,20 @@ def _configuration(text: str, path: Path, syntax: Syntax) -> dict[str, Word]:
     return words
 
 
-def _json(text: str, path: Path) -> Any:
+def _json(text: str, path: Path) -> JsonValue:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
 
 
-def _located(value: Any, where: str) -> PlacedValue:
+def _located(value: JsonValue, where: str) -> PlacedValue:
+    located: object = value
     if isinstance(value, dict):
-        value = {str(key): _located(child, where) for key, child in value.items()}
+        located = {str(key): _located(child, where) for key, child in value.items()}
     elif isinstance(value, list):
-        value = [_located(child, where) for child in value]
-    return PlacedValue(value, where, where)
+        located = [_located(child, where) for child in value]
+    return PlacedValue(located, where, where)
 
 
 def _merged(tree: PlacedValue) -> PlacedValue:
@@ -204,14 +206,14 @@ def _merged(tree: PlacedValue) -> PlacedValue:
     return PlacedValue(children, tree.where, tree.key_where)
 
 
-def _flat(tree: PlacedValue, path: str, nested: bool) -> dict[str, Word]:
-    words: dict[str, Word] = {}
+def _flat(tree: PlacedValue, path: str, nested: bool) -> dict[str, GivenValue]:
+    words: dict[str, GivenValue] = {}
     for key, child in tree.value.items():
         name = f"{path}{key}"
         if nested and isinstance(child.value, dict) and child.value:
             words |= _flat(child, f"{name}.", nested)
         else:
-            words[name] = Word(yaml_tree.plain(child), child.place)
+            words[name] = GivenValue(yaml_tree.plain(child), child.place)
     return words
 
 
@@ -241,7 +243,7 @@ def _command(text: str, path: Path, syntax: Syntax, environment: Mapping[str, st
     return given
 
 
-def _program(words: Sequence[shell.Text], place: int, syntax: Syntax) -> str:
+def _program(words: Sequence[shell.ShellWord], place: int, syntax: Syntax) -> str:
     """Returns the name of the program that a command starts with its word at `place`."""
     match = syntax.program.search(words[place].text)
     assert match is not None
@@ -250,11 +252,11 @@ def _program(words: Sequence[shell.Text], place: int, syntax: Syntax) -> str:
     return next(filter(None, match.groups()), "") if match.groups() else match[0]
 
 
-def _program_at(words: Sequence[shell.Text], syntax: Syntax) -> int | None:
+def _program_at(words: Sequence[shell.ShellWord], syntax: Syntax) -> int | None:
     return next((at for at, word in enumerate(words) if syntax.program.search(word.text)), None)
 
 
-def _keys(words: Sequence[shell.Text], syntax: Syntax, name: str) -> Given:
+def _keys(words: Sequence[shell.ShellWord], syntax: Syntax, name: str) -> Given:
     """Reads the words behind a program. name: of the script, or _ARGUMENT."""
     given = Given()
     at = 0
@@ -275,14 +277,14 @@ def _keys(words: Sequence[shell.Text], syntax: Syntax, name: str) -> Given:
         elif equals and syntax.form == "dotted":
             name_of_key = key.lstrip("+").removeprefix("~")
             typed = _typed(value)
-            at_key = Word(typed, where, word.unresolved)
+            at_key = GivenValue(typed, where, word.unresolved)
             if isinstance(typed, dict) and typed and syntax.nested:
                 tree = _located(typed, where)
                 given.words |= _flat(tree, f"{name_of_key}.", True)
             else:
                 given.words[name_of_key] = at_key
         elif word.text and word.text != "--":
-            given.positional.append(Word(word.text, where, word.unresolved))
+            given.positional.append(GivenValue(word.text, where, word.unresolved))
     return given
 
 
@@ -290,15 +292,15 @@ def _is_flag(text: str) -> bool:
     return bool(re.match(r"--?[A-Za-z]", text)) or text == "--"
 
 
-def _word_of(values: Sequence[shell.Text], where: str) -> Word:
+def _word_of(values: Sequence[shell.ShellWord], where: str) -> GivenValue:
     unresolved = tuple(name for value in values for name in value.unresolved)
     typed = [_typed(value.text) for value in values]
     if not typed:
-        return Word(True, where)
-    return Word(typed[0] if len(typed) == 1 else typed, where, unresolved)
+        return GivenValue(True, where)
+    return GivenValue(typed[0] if len(typed) == 1 else typed, where, unresolved)
 
 
-def _typed(text: str) -> Any:
+def _typed(text: str) -> JsonValue:
     try:
         return yaml_tree.plain(yaml_tree.typed_value(text, "")) if text else ""
     except ConfigError:
@@ -319,11 +321,11 @@ def _with_files(
     return given.over(result)
 
 
-def _names_file(word: Word, syntax: Syntax) -> bool:
+def _names_file(word: GivenValue, syntax: Syntax) -> bool:
     return syntax.file is not None and bool(syntax.file.search(str(word.value)))
 
 
-def _next_to(word: Word, folder: Path) -> Path:
+def _next_to(word: GivenValue, folder: Path) -> Path:
     """Returns the file that a command names: from the working directory, or next to the script."""
     path = Path(str(word.value)).expanduser()
     for candidate in (path, folder / path, folder / path.name):
@@ -335,7 +337,7 @@ def _next_to(word: Word, folder: Path) -> Path:
     )
 
 
-def _interpolated(words: dict[str, Word]) -> dict[str, Word]:
+def _interpolated(words: dict[str, GivenValue]) -> dict[str, GivenValue]:
     """Replaces `${a.b}` and `${oc.select:a.b,default}` of OmegaConf in texts. What has no value
     stays."""
     result = dict(words)
@@ -352,23 +354,27 @@ def _interpolated(words: dict[str, Word]) -> dict[str, Word]:
     return result
 
 
-def _resolved(text: str, key: str, words: Mapping[str, Word]) -> Any:
+def _resolved(text: str, key: str, words: Mapping[str, GivenValue]) -> JsonValue:
     matches = list(_INTERPOLATION.finditer(text))
     values = [_interpolation(match[1], key, words) for match in matches]
     if len(matches) == 1 and matches[0][0] == text:
-        return values[0] if values[0] is not _NOTHING else text
+        return text if isinstance(values[0], _Nothing) else values[0]
     for match, value in zip(matches, values, strict=True):
-        if value is not _NOTHING and isinstance(value, str | int | float):
+        if isinstance(value, str | int | float):
             text = text.replace(match[0], str(value))
     return text
 
 
-_NOTHING = object()
+class _Nothing:
+    """Stands for the value of an interpolation that has none."""
 
 
-def _interpolation(inner: str, key: str, words: Mapping[str, Word]) -> Any:
+_NOTHING = _Nothing()
+
+
+def _interpolation(inner: str, key: str, words: Mapping[str, GivenValue]) -> JsonValue | _Nothing:
     resolver, colon, arguments = inner.partition(":")
-    default: Any = _NOTHING
+    default: JsonValue | _Nothing = _NOTHING
     name = inner
     if colon and resolver == "oc.select":
         name, comma, text = arguments.partition(",")

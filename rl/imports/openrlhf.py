@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
 
+from policy.json_types import JsonValue
 from rl.errors import ConfigError
 from rl.imports.draft import Draft
 from rl.imports.given import Given, Syntax
@@ -199,7 +199,7 @@ def _data(draft: Draft, paths: str, shares: str, split: str) -> None:
         if len(weights) == len(names) and all(map(_is_number, weights)):
             entries = [
                 {**entry, "weight": float(weight)}
-                for entry, weight in zip(draft.values["data"].value, weights, strict=True)
+                for entry, weight in zip(draft.written_entries("data"), weights, strict=True)
             ]
             draft.put("data", entries, paths, shares)
         else:
@@ -224,7 +224,7 @@ def _columns(draft: Draft, columns: dict[str, str]) -> None:
     template = draft.text("data.input_template")
     key = next(iter(columns))
     names = {name: draft.text(source) for source, name in columns.items() if draft.text(source)}
-    options: dict[str, Any] = {}
+    options: dict[str, JsonValue] = {}
     prompt = names.get("prompt", "prompt")
     if chat:
         options["chat"] = True
@@ -233,9 +233,9 @@ def _columns(draft: Draft, columns: dict[str, str]) -> None:
         names.pop("prompt", None)
     names = {name: value for name, value in names.items() if value != name}
     sources = {"chat": "data.apply_chat_template", "prompt_template": "data.input_template"}
-    if (written := draft.values.get("data")) is not None:
+    if datasets := draft.written_entries("data"):
         more = options | ({"columns": names} if names else {})
-        entries = [{**entry, **more} for entry in written.value]
+        entries = [{**entry, **more} for entry in datasets]
         draft.put("data", entries, *columns, *sources.values())
     else:
         for option, value in options.items():
@@ -436,7 +436,7 @@ def _filter(draft: Draft) -> None:
 
 
 def _rewards(draft: Draft) -> None:
-    functions: list[dict[str, Any]] = []
+    functions: list[dict[str, JsonValue]] = []
     url, model = "reward.remote_url", "reward.model_name_or_path"
     label = draft.text("data.label_key")
     for place in [part for text in draft.texts(url) for part in text.split(",")]:
@@ -463,7 +463,7 @@ def _evaluation(draft: Draft) -> None:
     if not paths:
         draft.same(split, temperature, samples, every, note="no evaluation")
         return
-    shared: dict[str, Any] = {"split": draft.text(split)}
+    shared: dict[str, JsonValue] = {"split": draft.text(split)}
     if (column := draft.text("data.input_key")) != "prompt":
         shared["columns"] = {"prompt": column}
     if draft.truth("data.apply_chat_template"):
@@ -489,7 +489,7 @@ def _offline(draft: Draft, program: str) -> None:
     _OFFLINE[program](draft)
     paths = [part for text in draft.texts("eval.dataset") for part in text.split(",") if part]
     if paths:
-        held_out: dict[str, Any] = {"path": paths[0], "split": draft.text("eval.split")}
+        held_out: dict[str, JsonValue] = {"path": paths[0], "split": draft.text("eval.split")}
         held_out |= {"chat": True} if draft.truth("data.apply_chat_template") else {}
         draft.put(f"{STAGE}.held_out.data", held_out, "eval.dataset", "eval.split")
         every = max(draft.integer("eval.steps") or 0, 0)

@@ -9,19 +9,19 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from policy.json_types import JsonValue
 from rl.config.foreign import ABSENT, FOREIGN
 
 
-class _Unset:
+class Unset:
     """Stands for a default that a rule does not have."""
 
     def __repr__(self) -> str:
         return "UNSET"
 
 
-UNSET = _Unset()
+UNSET = Unset()
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Copy:
     """
 
     to: str = ""
-    default: Any = UNSET
+    default: JsonValue | Unset = UNSET
     note: str = ""
 
 
@@ -50,34 +50,34 @@ class Refuse:
     """No key of Duet, but the training depends on it, unless its value is one of `neutral`."""
 
     reason: str = ""
-    neutral: tuple[Any, ...] = ()
+    neutral: tuple[JsonValue, ...] = ()
 
 
 @dataclass(frozen=True)
-class Change:
+class Differ:
     """No key of Duet, which does something else: `note` says what. `neutral`: values with which it
     does the same."""
 
     note: str
-    neutral: tuple[Any, ...] = ()
+    neutral: tuple[JsonValue, ...] = ()
 
 
 @dataclass(frozen=True)
 class Joint:
     """The code of the framework reads it, together with others. default: of the framework."""
 
-    default: Any = UNSET
+    default: JsonValue | Unset = UNSET
 
 
-Rule = Copy | Leave | Refuse | Change | Joint
+Rule = Copy | Leave | Refuse | Differ | Joint
 Table = Mapping[str, Rule]
 """Name -> rule. `*` in a name stands for any text; names without it are looked up first."""
 
 SPEED = Leave("it changes speed and memory, and no result")
 LOGS = Leave("it changes what is logged, and no result")
 CHECKPOINTS = Leave("Duet keeps checkpoints of weights, optimizer and progress in run.dir")
-SHUFFLED = Change("Duet takes all rows in shuffled order", (True, None))
-OFF: tuple[Any, ...] = (None, False, 0, "", "none", "None")
+SHUFFLED = Differ("Duet takes all rows in shuffled order", (True, None))
+OFF: tuple[JsonValue, ...] = (None, False, 0, "", "none", "None")
 """Values that switch something off."""
 
 
@@ -101,7 +101,7 @@ def reason(key: str, rule: Leave | Refuse) -> str:
     return rule.reason or ABSENT[key.rpartition(".")[2]]
 
 
-def is_neutral(value: Any, rule: Refuse | Change) -> bool:
+def is_neutral(value: JsonValue, rule: Refuse | Differ) -> bool:
     """Tells whether a value changes nothing, so that leaving it out is right."""
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in rule.neutral

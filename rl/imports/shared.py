@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
-from typing import Any
 
+from policy.json_types import JsonValue
 from rl.imports.draft import Draft
 
 STAGE = "stages.0"
@@ -20,6 +20,7 @@ NO_K1 = (
 )
 _PROJECTS = {"wandb": "project", "mlflow": "experiment", "trackio": "project"}
 """Tracker -> its option for what the runs of a project have in common."""
+ALL_LINEAR = "all-linear"
 PROMPT_TOKENS = 512
 """Room for a prompt where the other framework sets no limit."""
 
@@ -69,17 +70,22 @@ def put_warmup(
 
 def updates_of(draft: Draft, per_step: int) -> int | None:
     """Returns the updates of the stage, or None if they depend on an unknown number of rows."""
-    if (steps := draft.values.get(f"{STAGE}.steps")) is not None:
-        return steps.value * per_step
-    epochs = draft.values.get(f"{STAGE}.epochs")
-    batch = draft.values.get(f"{STAGE}.prompts_per_step")
-    if epochs is None or batch is None or not batch.value or draft.facts.rows is None:
+    if (steps := draft.written_number(f"{STAGE}.steps")) is not None:
+        return int(steps) * per_step
+    epochs = draft.written_number(f"{STAGE}.epochs")
+    batch = draft.written_number(f"{STAGE}.prompts_per_step")
+    if epochs is None or not batch or draft.facts.rows is None:
         return None
-    return math.ceil(epochs.value * draft.facts.rows / batch.value) * per_step
+    return math.ceil(epochs * draft.facts.rows / batch) * per_step
 
 
 def put_adapter(
-    draft: Draft, rank: str, alpha: str, targets: str, *, default_targets: Any = "all-linear"
+    draft: Draft,
+    rank: str,
+    alpha: str,
+    targets: str,
+    *,
+    default_targets: Sequence[str] = (ALL_LINEAR,),
 ) -> bool:
     """Writes the adapter. Returns whether there is one: a rank above 0."""
     size = draft.integer(rank)
@@ -89,12 +95,10 @@ def put_adapter(
     draft.put("model.adapter.rank", size, rank)
     if (scale := draft.number(alpha)) is not None:
         draft.put("model.adapter.alpha", scale, alpha)
-    names = draft.texts(targets) or default_targets
-    if isinstance(names, list) and len(names) == 1 and names[0] == "all-linear":
-        names = "all-linear"
-    elif isinstance(names, list) and len(names) == 1:
-        names = names[0].split("|") if re.fullmatch(r"[\w.*|\\]+", names[0]) else names
-    draft.put("model.adapter.targets", names, targets)
+    names = draft.texts(targets) or list(default_targets)
+    if len(names) == 1 and names[0] != ALL_LINEAR and re.fullmatch(r"[\w.*|\\]+", names[0]):
+        names = names[0].split("|")
+    draft.put("model.adapter.targets", ALL_LINEAR if names == [ALL_LINEAR] else names, targets)
     return True
 
 
@@ -131,7 +135,9 @@ def names_of(paths: Sequence[str]) -> list[str]:
     return names
 
 
-def put_rewards(draft: Draft, functions: list[dict[str, Any]], *keys: str, note: str = "") -> None:
+def put_rewards(
+    draft: Draft, functions: list[dict[str, JsonValue]], *keys: str, note: str = ""
+) -> None:
     """Writes the reward functions, or a place for them."""
     if functions:
         draft.put("rewards.functions", functions, *keys, note=note)

@@ -4,7 +4,7 @@ It knows what scripts that start a training have: quotes, comments, continued li
 defaults, arrays, integers in `$(( ))`, documents after `<<`, texts that `bash -c` runs, and
 branches that compare texts and numbers. Of a branch that depends on something else, and in a loop, an assignment gives a variable a
 value only if it has none. What another program would have to compute (`$(date)`) and arguments of
-the script stay in the text and are named in `Text.unresolved`.
+the script stay in the text and are named in `ShellWord.unresolved`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _RUNS_TEXT = re.compile(r"-[a-z]*c")
 
 
 @dataclass(frozen=True)
-class Text:
+class ShellWord:
     """A word after expansion. unresolved: variables without a value, and commands that it needs."""
 
     text: str
@@ -102,22 +102,22 @@ class _Block:
     kind: str
     taken: bool | None
     done: bool = False
-    subject: Text | None = None
+    subject: ShellWord | None = None
     in_condition: bool = False
 
 
-def commands(text: str, name: str, environment: Mapping[str, str]) -> list[list[Text]]:
+def commands(text: str, name: str, environment: Mapping[str, str]) -> list[list[ShellWord]]:
     """Returns the words of each command of a script, in the order in which they stand there.
 
     environment: variables that the script does not set; those with a secret name have no value.
     Raises ConfigError for a quote, bracket or document that does not end.
     """
-    return _commands(Text(text.replace("\r\n", "\n"), 1), name, _Script(name, environment))
+    return _commands(ShellWord(text.replace("\r\n", "\n"), 1), name, _Script(name, environment))
 
 
-def _commands(text: Text, name: str, script: _Script) -> list[list[Text]]:
+def _commands(text: ShellWord, name: str, script: _Script) -> list[list[ShellWord]]:
     reader = _Reader(text, name)
-    result: list[list[Text]] = []
+    result: list[list[ShellWord]] = []
     while (command := reader.command()) is not None:
         if words := script.run(command):
             result.append(words)
@@ -127,7 +127,7 @@ def _commands(text: Text, name: str, script: _Script) -> list[list[Text]]:
     return result
 
 
-def _scripts_of(words: Sequence[Text]) -> list[Text]:
+def _scripts_of(words: Sequence[ShellWord]) -> list[ShellWord]:
     """Returns the texts that a command gives to a shell: of `srun bash -c TEXT`."""
     return [
         text
@@ -139,7 +139,7 @@ def _scripts_of(words: Sequence[Text]) -> list[Text]:
 class _Reader:
     """Cuts a script into commands and their words."""
 
-    def __init__(self, text: Text, name: str):
+    def __init__(self, text: ShellWord, name: str):
         self._text = text.text
         self._name = name
         self._at = 0
@@ -320,10 +320,10 @@ class _Script:
     def __init__(self, name: str, environment: Mapping[str, str]):
         self._name = name
         self._environment = environment
-        self._variables: dict[str, list[Text]] = {}
+        self._variables: dict[str, list[ShellWord]] = {}
         self._blocks: list[_Block] = []
 
-    def run(self, command: _Command) -> list[Text]:
+    def run(self, command: _Command) -> list[ShellWord]:
         """Makes the assignments of a command. Returns its other words, expanded."""
         words = self._in_blocks(command)
         taken = [block.taken for block in self._blocks]
@@ -352,7 +352,7 @@ class _Script:
             words.pop(0)
             block = self._blocks[-1] if self._blocks else None
             if plain == "case":
-                subject = self._joined(self._fields(words[0]), 0) if words else Text("", 0)
+                subject = self._joined(self._fields(words[0]), 0) if words else ShellWord("", 0)
                 block = _Block("case", False, subject=subject)
                 self._blocks.append(block)
                 if command.after in (")", "|"):
@@ -410,7 +410,9 @@ class _Script:
 
     def _truth(self, words: list[_Word]) -> bool | None:
         """Returns what a test says, None if it is no comparison of known values."""
-        texts = [text for word in words for text in self._fields(word) or [Text("", word.line)]]
+        texts = [
+            text for word in words for text in self._fields(word) or [ShellWord("", word.line)]
+        ]
         if not texts or any(text.unresolved for text in texts):
             return None
         first, *values = [text.text for text in texts]
@@ -466,39 +468,39 @@ class _Script:
         self._variables[name] = [value]
 
     @staticmethod
-    def _joined(texts: list[Text], line: int, between: str = " ") -> Text:
+    def _joined(texts: list[ShellWord], line: int, between: str = " ") -> ShellWord:
         unresolved = tuple(name for text in texts for name in text.unresolved)
-        return Text(between.join(text.text for text in texts), line, unresolved)
+        return ShellWord(between.join(text.text for text in texts), line, unresolved)
 
-    def _fields(self, word: _Word) -> list[Text]:
+    def _fields(self, word: _Word) -> list[ShellWord]:
         """Returns what a word expands to: no text, one, or several."""
-        done: list[Text] = []
-        current: Text | None = None
+        done: list[ShellWord] = []
+        current: ShellWord | None = None
         for part in word.parts:
             pieces = self._expanded(part, word.line)
             if part.quoted and not pieces and not _is_list(part.text):
-                pieces = [[Text("", word.line)]]
+                pieces = [[ShellWord("", word.line)]]
             for number, piece in enumerate(pieces):
                 if number and current is not None:
                     done.append(current)
                     current = None
                 for text in piece:
                     place = current.line if current else text.line
-                    before = current or Text("", place)
-                    current = Text(
+                    before = current or ShellWord("", place)
+                    current = ShellWord(
                         before.text + text.text, place, before.unresolved + text.unresolved
                     )
         return [*done, current] if current is not None else done
 
-    def _expanded(self, part: _Part, line: int) -> list[list[Text]]:
+    def _expanded(self, part: _Part, line: int) -> list[list[ShellWord]]:
         """Returns the fields of a part, each a list of texts that follow each other."""
         if not part.expands:
-            return [[Text(part.text, line)]]
-        fields: list[list[Text]] = [[]]
+            return [[ShellWord(part.text, line)]]
+        fields: list[list[ShellWord]] = [[]]
         at = 0
         for start, end in _dollars(part.text):
             if start > at:
-                fields[-1].append(Text(_plain(part, part.text[at:start]), line))
+                fields[-1].append(ShellWord(_plain(part, part.text[at:start]), line))
             values = self._value(part.text[start:end], line)
             at = end
             if not part.quoted:
@@ -512,25 +514,25 @@ class _Script:
                     fields.append([])
                 fields[-1].append(value)
         if at < len(part.text):
-            fields[-1].append(Text(_plain(part, part.text[at:]), line))
+            fields[-1].append(ShellWord(_plain(part, part.text[at:]), line))
         return [each for each in fields if each]
 
-    def _value(self, text: str, line: int) -> list[Text]:
+    def _value(self, text: str, line: int) -> list[ShellWord]:
         """Returns the values of one `$` expression."""
         if text.startswith("$(("):
             return [self._arithmetic(text, line)]
         if text.startswith(("$(", "`")):
-            return [Text(text, line, (text,))]
+            return [ShellWord(text, line, (text,))]
         if not text.startswith("${"):
             return self._variable(text[1:], text, line)
         inner = text[2:-1]
         match = re.match(r"([A-Za-z_]\w*|[\d@*#?!-])(\[[@*\w]+\])?(.*)", inner, re.DOTALL)
         if match is None:
-            return [Text(text, line, (text,))]
+            return [ShellWord(text, line, (text,))]
         name, index, rest = match.groups()
         default = re.match(r":?([-=?+])(.*)", rest, re.DOTALL)
         if rest and default is None:
-            return [Text(text, line, (text,))]
+            return [ShellWord(text, line, (text,))]
         values = self._variable(name, text, line)
         if index and index[1:-1].isdecimal():
             values = values[int(index[1:-1]) :][:1]
@@ -542,18 +544,18 @@ class _Script:
             return []
         return values
 
-    def _variable(self, name: str, text: str, line: int) -> list[Text]:
+    def _variable(self, name: str, text: str, line: int) -> list[ShellWord]:
         if name in "@*":
             return []
         if name in self._variables:
             return self._variables[name]
         if name == "HOME":
-            return [Text("~", line)]
+            return [ShellWord("~", line)]
         if _NAME.fullmatch(name) and not _SECRET.search(name) and name in self._environment:
-            return [Text(self._environment[name], line)]
-        return [Text(text, line, (text,))]
+            return [ShellWord(self._environment[name], line)]
+        return [ShellWord(text, line, (text,))]
 
-    def _arithmetic(self, text: str, line: int) -> Text:
+    def _arithmetic(self, text: str, line: int) -> ShellWord:
         inner = text[3:-2]
         names = re.sub(
             r"\$\{(\w+)\}|\$(\w+)|([A-Za-z_]\w*)",
@@ -561,9 +563,9 @@ class _Script:
             inner,
         )
         try:
-            return Text(str(_integer_value(ast.parse(names.strip(), mode="eval").body)), line)
+            return ShellWord(str(_integer_value(ast.parse(names.strip(), mode="eval").body)), line)
         except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
-            return Text(text, line, (text,))
+            return ShellWord(text, line, (text,))
 
     def _number(self, name: str) -> str:
         value = self._joined(self._variable(name, f"${name}", 0), 0)

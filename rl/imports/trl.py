@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
+from policy.json_types import JsonObject, JsonValue
 from rl.config.foreign import ABSENT
 from rl.errors import ConfigError
 from rl.imports.draft import Draft
-from rl.imports.given import Given, Syntax, Word
+from rl.imports.given import Given, GivenValue, Syntax
 from rl.imports.shared import (
     ALGORITHM,
     OPTIMIZER,
@@ -82,7 +82,7 @@ def convert(draft: Draft) -> None:
     for key in [key for key in draft.given.words if key.startswith("no_")]:
         if (name := key.removeprefix("no_")) in draft.table:  # how a command line says false
             word = draft.given.words.pop(key)
-            draft.given.words[name] = Word(False, word.where)
+            draft.given.words[name] = GivenValue(False, word.where)
     _model(draft)
     updates = _batches(draft, trainer)
     _steps(draft, updates)
@@ -212,15 +212,23 @@ def _processes(draft: Draft) -> tuple[int, str]:
     if draft.facts.processes:
         return draft.facts.processes, ""
     for key in ("num_processes", "nproc_per_node"):
-        word = draft.given.launcher.get(key) or draft.given.words.get(key)
-        if word is not None and str(word.value).isdecimal() and int(word.value) > 0:
-            nodes = draft.given.launcher.get("nnodes") if key == "nproc_per_node" else None
-            factor = int(nodes.value) if nodes and str(nodes.value).isdecimal() else 1
-            return int(word.value) * factor, key
+        if count := _launched(draft, key) or _count(draft.given.words.get(key)):
+            nodes = _launched(draft, "nnodes") if key == "nproc_per_node" else 1
+            return count * (nodes or 1), key
     draft.task(
         "prompts_per_step counts one process; if TRL ran with N, import again with --processes N"
     )
     return 1, ""
+
+
+def _launched(draft: Draft, flag: str) -> int:
+    """Returns the number that the command before the program gives, 0 without one."""
+    return _count(draft.given.launcher.get(flag))
+
+
+def _count(given: GivenValue | None) -> int:
+    text = "" if given is None else str(given.value)
+    return int(text) if text.isdecimal() else 0
 
 
 def _batches(draft: Draft, trainer: str) -> int:
@@ -289,7 +297,7 @@ def _data(draft: Draft, trainer: str) -> None:
         draft.change("dataset_text_field", note="rows of plain text need another form")
 
 
-def _mixture(draft: Draft, mixture: list[Any]) -> None:
+def _mixture(draft: Draft, mixture: list[JsonValue]) -> None:
     entries = []
     names = {"path": "path", "name": "subset", "split": "split", "fraction": "weight"}
     for entry in mixture:
@@ -365,7 +373,7 @@ def _evaluation(draft: Draft, trainer: str, updates: int) -> None:
         draft.leave(*keys, *_BEST, why=why)
         return
     split = draft.text("dataset_test_split") or "test"
-    data: dict[str, Any] = {"path": name[0], "split": split}
+    data: dict[str, JsonValue] = {"path": name[0], "split": split}
     if draft.text("dataset_config"):
         data["subset"] = draft.text("dataset_config")
     if trainer in _SAMPLED:
@@ -441,8 +449,8 @@ def _schedule(draft: Draft) -> None:
         return
     final = None
     if kind == "cosine_with_min_lr":
-        rate = draft.number("learning_rate") or 1.0
-        final = options.get("min_lr_rate") or (options.get("min_lr") or 0) / rate
+        least = {key: value for key, value in options.items() if key.startswith("min_lr")}
+        final = _least_share(draft, least)
         options = {key: value for key, value in options.items() if not key.startswith("min_lr")}
     if options.get("num_cycles") == 0.5:
         options = {key: value for key, value in options.items() if key != "num_cycles"}
@@ -450,6 +458,15 @@ def _schedule(draft: Draft) -> None:
         draft.refuse("lr_scheduler_kwargs", why=f"Duet has no {', '.join(options)} of a schedule")
     put_schedule(draft, _SCHEDULES[kind], "lr_scheduler_type", final, "lr_scheduler_kwargs")
     draft.same("lr_scheduler_kwargs", note="no further options")
+
+
+def _least_share(draft: Draft, options: JsonObject) -> float:
+    """Returns the share of the learning rate at which a cosine ends."""
+    numbers = {key: value for key, value in options.items() if isinstance(value, int | float)}
+    if len(numbers) < len(options):
+        draft.refuse("lr_scheduler_kwargs", why="min_lr and min_lr_rate are numbers")
+    rate = draft.number("learning_rate") or 1.0
+    return numbers.get("min_lr_rate") or numbers.get("min_lr", 0.0) / rate
 
 
 def _sft(draft: Draft, updates: int) -> None:
@@ -687,7 +704,7 @@ def _correction(draft: Draft) -> None:
 
 
 def _reward_functions(draft: Draft) -> None:
-    functions: list[dict[str, Any]] = []
+    functions: list[dict[str, JsonValue]] = []
     if model := draft.text("reward_model_name_or_path"):
         functions.append({"name": "reward_model", "options": {"source": model}})
     for name in draft.texts("reward_funcs"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
-from typing import Any
 
+from policy.json_types import JsonValue
 from rl.errors import ConfigError
 from rl.imports.draft import Draft
 from rl.imports.given import Given, Syntax
@@ -361,12 +361,12 @@ def _schedule(draft: Draft, section: str, target: str, updates: int) -> None:
 
 
 def _decay(draft: Draft, section: str, updates: int) -> None:
-    stage = draft.values.get(f"{STAGE}.steps")
+    steps = draft.written_number(f"{STAGE}.steps")
     for name in ("decay_steps", "transition_steps"):
         key = f"{section}.{name}"
         number = draft.integer(key)
-        if number and stage is not None and number != stage.value * updates:
-            why = f"a schedule ends with its stage, after {stage.value * updates} updates"
+        if number and steps is not None and number != steps * updates:
+            why = f"a schedule ends with its stage, after {steps * updates} updates"
             draft.refuse(key, why=why)
         draft.same(key, note="a schedule ends with its stage")
 
@@ -462,7 +462,7 @@ def _ppo(draft: Draft, section: str, updates: int) -> None:
 
 def _rewards(draft: Draft) -> None:
     key, verl = "reward_functions", "verl_compatible"
-    functions: list[dict[str, Any]] = []
+    functions: list[dict[str, JsonValue]] = []
     for file in draft.texts(key):
         names = ["compute_score"] if draft.truth(verl) else _functions(draft, key, file)
         if not names:
@@ -494,7 +494,7 @@ def _functions(draft: Draft, key: str, file: str) -> list[str]:
 
 def _evaluation(draft: Draft, every: str) -> None:
     name, path, count = "dataset_name", "data_config.eval_data_path", "num_test_batches"
-    data: dict[str, Any] | None = None
+    data: dict[str, JsonValue] | None = None
     if draft.text(path):
         data = {"path": draft.text(path)}
     elif draft.values["data.path"].value == _GSM8K["path"]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
+from policy.json_types import JsonObject, JsonValue, as_object
 from rl.imports.draft import Draft
 from rl.imports.given import Given, Syntax
 from rl.imports.shared import (
@@ -311,9 +311,11 @@ def _data(draft: Draft, train: str, evaluation: str) -> None:
     drops = draft.truth("data.filter_overlong_prompts") or truncation != "error"
     too_long = "drop" if drops else "refuse"
     if listed:
-        paths = draft.values["data"].value
         names = {name: value for name, (value, _) in columns.items() if value != name}
-        entries = [{**entry, "columns": names, "too_long": too_long} for entry in paths]
+        entries = [
+            {**entry, "columns": names, "too_long": too_long}
+            for entry in draft.written_entries("data")
+        ]
         keys = (train, "data.prompt_key", "data.reward_fn_key", "data.filter_overlong_prompts")
         draft.put("data", entries, *keys)
         if limit > 0:
@@ -586,21 +588,19 @@ def _rewards(draft: Draft) -> None:
     sections = ("reward.custom_reward_function", "custom_reward_function")
     section = next((s for s in sections if draft.has(f"{s}.path")), sections[0])
     path, name = f"{section}.path", f"{section}.name"
-    functions: list[dict[str, Any]] = []
+    functions: list[dict[str, JsonValue]] = []
     prefix = f"{section}.reward_kwargs"
     options = {
         key.removeprefix(f"{prefix}."): draft.value(key)
         for key in draft.given.words
         if key.startswith(f"{prefix}.")
     }
-    if isinstance(draft.value(prefix), dict):
-        options |= draft.value(prefix)
+    options |= as_object(draft.value(prefix))
     keys = [path, name, *(key for key in draft.given.words if key.startswith(prefix))]
     if draft.has(path):
         score = f"{draft.text(path)}:{draft.text(name) or 'compute_score'}"
-        functions.append({"name": VERL_REWARD, "options": {"score": score}})
-        if options:
-            functions[0]["options"]["options"] = options
+        more = {"options": options} if options else {}
+        functions.append({"name": VERL_REWARD, "options": {"score": score, **more}})
     elif not _model_rewards(draft, functions):
         functions.append({"name": VERL_REWARD})
         note = "`math` of Duet, where verl chooses a function by data_source"
@@ -614,7 +614,7 @@ def _rewards(draft: Draft) -> None:
     put_rewards(draft, functions, *keys, note="reads the columns of verl")
 
 
-def _model_rewards(draft: Draft, functions: list[dict[str, Any]]) -> bool:
+def _model_rewards(draft: Draft, functions: list[dict[str, JsonValue]]) -> bool:
     for on, path in (
         ("reward.reward_model.enable", "reward.reward_model.model_path"),
         ("reward_model.enable", "reward_model.model.path"),
@@ -629,13 +629,13 @@ def _model_rewards(draft: Draft, functions: list[dict[str, Any]]) -> bool:
     return False
 
 
-def _overlong(draft: Draft, functions: list[dict[str, Any]]) -> None:
+def _overlong(draft: Draft, functions: list[dict[str, JsonValue]]) -> None:
     kwargs = "reward_kwargs.overlong_buffer_cfg"
     for section in (f"reward.{kwargs}", f"reward_model.{kwargs}", "reward_model.overlong_buffer"):
         on, size, factor = (f"{section}.{name}" for name in ("enable", "len", "penalty_factor"))
         longest = f"{section.rpartition('.')[0]}.max_resp_len"
         if draft.truth(on) and draft.integer(size):
-            options: dict[str, Any] = {"cache": draft.integer(size)}
+            options: dict[str, JsonValue] = {"cache": draft.integer(size)}
             if draft.has(longest):
                 options["limit"] = draft.integer(longest)
             weight = draft.number(factor)
@@ -682,12 +682,12 @@ def _evaluation(draft: Draft) -> None:
     draft.same("data.val_max_samples", note="all problems, at most evaluation.problems")
 
 
-def _named(entries: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
+def _named(entries: Sequence[JsonObject], names: Sequence[str]) -> list[JsonObject]:
     return [{**entry, "name": name} for entry, name in zip(entries, names, strict=True)]
 
 
-def _evaluated(draft: Draft, path: str) -> dict[str, Any]:
-    entry: dict[str, Any] = {"path": path}
+def _evaluated(draft: Draft, path: str) -> dict[str, JsonValue]:
+    entry: dict[str, JsonValue] = {"path": path}
     columns = {}
     if (prompt := draft.text("data.prompt_key")) not in ("", "prompt"):
         columns["prompt"] = prompt

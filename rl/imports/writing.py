@@ -6,22 +6,35 @@ import json
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, field
 
+from policy.json_types import JsonValue
 from rewards.text import quoted
 from rl.config import files, yaml_tree
 from rl.config.keys import schema_keys
-from rl.imports.draft import Draft, Entry, Fate, Written
+from rl.imports.draft import Draft, Fate, KeyFate, Written
 
 WRITTEN_BY = "# Written by `rl import"
 _COLUMNS = 100
-_Tree = dict[str, Any]
 _HEADINGS: dict[Fate, str] = {
     "mapped": "mapped",
     "changed": "changed in meaning",
     "refused": "not supported, and the training depends on it",
     "left": "not supported, and no result depends on it",
 }
+
+
+@dataclass
+class _Section:
+    """Values and further sections of the file, by key."""
+
+    children: dict[str, Written | _Section] = field(default_factory=dict)
+
+    def section(self, key: str) -> _Section:
+        """Returns the section of a key, which it makes where there is none."""
+        child = self.children.setdefault(key, _Section())
+        assert isinstance(child, _Section)
+        return child
 
 
 def configuration(draft: Draft, sources: Sequence[str]) -> str:
@@ -68,7 +81,7 @@ def report(draft: Draft) -> str:
     return "\n".join(lines)
 
 
-def as_json(draft: Draft) -> dict[str, Any]:
+def as_json(draft: Draft) -> dict[str, JsonValue]:
     """Returns the report as values of JSON."""
     return {
         "framework": draft.framework,
@@ -81,15 +94,15 @@ def as_json(draft: Draft) -> dict[str, Any]:
     }
 
 
-def _entry_json(draft: Draft, entry: Entry) -> dict[str, Any]:
-    values: dict[str, Any] = {
+def _entry_json(draft: Draft, entry: KeyFate) -> dict[str, JsonValue]:
+    values: dict[str, JsonValue] = {
         "keys": {draft.name(key): draft.place(key) for key in entry.keys},
         "text": entry.text,
     }
     return values | ({"target": entry.target, "value": entry.value} if entry.target else {})
 
 
-def _shown(draft: Draft, entry: Entry) -> str:
+def _shown(draft: Draft, entry: KeyFate) -> str:
     names = ", ".join(f"{draft.name(key)} ({draft.place(key)})" for key in entry.keys)
     if not entry.target:
         return f"{names}: {entry.text}"
@@ -109,39 +122,45 @@ def _comment(text: str, start: str) -> list[str]:
     )
 
 
-def _tree(draft: Draft) -> _Tree:
-    """Returns the values as nested mappings, in the order of the schema."""
+def _tree(draft: Draft) -> _Section:
+    """Returns the values in their sections, in the order of the schema."""
     places = {key: number for number, key in enumerate(schema_keys())}
 
     def place(name: str) -> tuple[int, str]:
         key = re.sub(r"\.\d+(?=\.)", ".N", name)
         return places.get(key, len(places)), name
 
-    tree: _Tree = {}
+    tree = _Section()
     for name in sorted(draft.values, key=place):
         *parents, last = name.split(".")
-        node = tree
+        section = tree
         for part in parents:
-            node = node.setdefault(part, {})
-        node[last] = draft.values[name]
+            section = section.section(part)
+        section.children[last] = draft.values[name]
     return tree
 
 
-def _lines(node: _Tree, depth: int) -> Iterator[str]:
-    for key, child in node.items():
-        indent = "  " * depth
+def _lines(section: _Section, depth: int) -> Iterator[str]:
+    indent = "  " * depth
+    for key, child in section.children.items():
         if isinstance(child, Written):
             yield from _leaf(f"{indent}{key}:", child, indent)
-        elif all(name.isdecimal() for name in child):  # a list of sections
-            yield f"{indent}{key}:"
-            for entry in child.values():
-                lines = list(_lines(entry, depth + 2))
-                first = next(at for at, line in enumerate(lines) if "#" not in line.split()[0])
-                lines[first] = lines[first].replace(f"{indent}    ", f"{indent}  - ", 1)
-                yield from lines
+            continue
+        yield f"{indent}{key}:"
+        if all(name.isdecimal() for name in child.children):
+            for number in child.children:
+                yield from _item(child.section(number), depth)
         else:
-            yield f"{indent}{key}:"
             yield from _lines(child, depth + 1)
+
+
+def _item(section: _Section, depth: int) -> Iterator[str]:
+    """Yields the lines of an entry of a list of sections, the first value with its dash."""
+    indent = "  " * depth
+    lines = list(_lines(section, depth + 2))
+    first = next(at for at, line in enumerate(lines) if "#" not in line.split()[0])
+    lines[first] = lines[first].replace(f"{indent}    ", f"{indent}  - ", 1)
+    yield from lines
 
 
 def _leaf(start: str, written: Written, indent: str) -> Iterator[str]:
@@ -156,7 +175,7 @@ def _leaf(start: str, written: Written, indent: str) -> Iterator[str]:
         yield line
 
 
-def _flow(value: Any) -> str:
+def _flow(value: JsonValue) -> str:
     """Returns a value as YAML on one line."""
     if isinstance(value, dict):
         pairs = (f"{_flow(str(key))}: {_flow(child)}" for key, child in value.items())

@@ -14,7 +14,7 @@ from rl.config import foreign, keys
 from rl.errors import ConfigError
 from rl.imports import convert, given, shell, writing
 from rl.imports.draft import Draft, Facts
-from rl.imports.given import Given, Word
+from rl.imports.given import Given, GivenValue
 from rl.imports.rules import ABSENT, Copy, Leave, Refuse, reason, target
 from rl.imports.tables import openrlhf, trl, tunix, verl
 from rl.imports.trl import SYNTAX as TRL
@@ -349,7 +349,7 @@ def test_a_rule_says_only_what_the_shared_table_does_not():
 
 
 def test_every_word_of_a_draft_gets_one_fate():
-    words = Given({"a": Word(1, "x:1"), "b": Word(2, "x:2")})
+    words = Given({"a": GivenValue(1, "x:1"), "b": GivenValue(2, "x:2")})
     draft = Draft("TRL 1.16", words, {"a": Copy("seed")}, Facts())
     draft.rest()
     assert (draft.fate_of("a"), draft.fate_of("b")) == ("mapped", "refused")

@@ -8,7 +8,7 @@ from importing import config_of, draft_of, refused, said_of
 
 from rl.imports import openrlhf as importer
 from rl.imports.draft import Draft
-from rl.imports.given import Given, Word
+from rl.imports.given import Given, GivenValue
 from rl.imports.rules import rule_of
 from rl.imports.tables.openrlhf import OLDER, OLDER_OFFLINE, TABLES
 
@@ -31,7 +31,7 @@ def test_every_flag_of_their_programs_has_a_fate(program):
     older = OLDER if program == "train_ppo_ray" else OLDER_OFFLINE
     names = {key: key if key in TABLES[program] else older.get(key, key) for key in keys}
     assert [key for key in keys if rule_of(TABLES[program], names[key]) is None] == []
-    given = Given({key: Word("other", "run.sh:1") for key in keys}, program)
+    given = Given({key: GivenValue("other", "run.sh:1") for key in keys}, program)
     draft = Draft(importer.NAME, given, {})
     importer.convert(draft)
     assert [key for key in keys if draft.fate_of(names[key]) is None] == []

@@ -9,7 +9,7 @@ from importing import config_of, draft_of, refused, said_of
 
 from rl.imports import trl as importer
 from rl.imports.draft import Draft
-from rl.imports.given import Given, Word
+from rl.imports.given import Given, GivenValue
 from rl.imports.rules import UNSET, Copy, Joint, rule_of
 from rl.imports.tables.trl import TABLES
 
@@ -82,7 +82,9 @@ def test_every_field_that_differs_from_its_default_has_a_fate(trainer):
     for field in fields(trainer):
         switches = [more for name, more in SWITCHES.items() if field.name.startswith(name)]
         words = (switches[0] if switches else {}) | {field.name: other_value(field)}
-        given = Given({key: Word(value, "run.yaml:1") for key, value in words.items()}, trainer)
+        given = Given(
+            {key: GivenValue(value, "run.yaml:1") for key, value in words.items()}, trainer
+        )
         draft = Draft(importer.NAME, given, {})
         importer.convert(draft)
         matches = [entry for entry in draft.entries if field.name in entry.keys]

@@ -7,7 +7,7 @@ from importing import config_of, draft_of, refused, said_of
 
 from rl.imports import tunix as importer
 from rl.imports.draft import Draft
-from rl.imports.given import Given, Word
+from rl.imports.given import Given, GivenValue
 from rl.imports.rules import rule_of
 from rl.imports.tables.tunix import TABLE
 
@@ -21,8 +21,8 @@ def test_every_key_of_their_configurations_has_a_fate(mode):
     keys = (FIXTURES / "tunix_keys.txt").read_text().split()
     assert len(keys) > 250
     assert [key for key in keys if rule_of(TABLE, key) is None] == []
-    words = {key: Word("other", "run.yaml:1") for key in keys}
-    words["training_mode"] = Word(mode, "run.yaml:1")
+    words = {key: GivenValue("other", "run.yaml:1") for key in keys}
+    words["training_mode"] = GivenValue(mode, "run.yaml:1")
     draft = Draft(importer.NAME, Given(words), {})
     importer.convert(draft)
     assert [key for key in keys if draft.fate_of(key) is None] == []

@@ -7,7 +7,7 @@ from importing import config_of, draft_of, refused, said_of
 
 from rl.imports import verl as importer
 from rl.imports.draft import Draft
-from rl.imports.given import Given, Word
+from rl.imports.given import Given, GivenValue
 from rl.imports.rules import rule_of
 from rl.imports.tables.verl import RL, SFT
 
@@ -29,7 +29,7 @@ def test_every_key_of_their_configurations_has_a_fate(table, names, program):
     assert len(keys) > 300
     assert [key for key in keys if rule_of(table, key) is None] == []
     # A value that no key has by default: each word is mapped, changed, refused or left.
-    given = Given({key: Word("other", "run.sh:1") for key in keys}, program)
+    given = Given({key: GivenValue("other", "run.sh:1") for key in keys}, program)
     draft = Draft(importer.NAME, given, {})
     importer.convert(draft)
     assert [key for key in keys if draft.fate_of(key) is None] == []

@@ -9,8 +9,8 @@ from rl.imports.rules import (
     OFF,
     SHUFFLED,
     SPEED,
-    Change,
     Copy,
+    Differ,
     Joint,
     Leave,
     Refuse,
@@ -92,7 +92,7 @@ _TRAINING: dict[str, Rule] = {
     "label_names": _LOADER,
     "group_by_length": _LOADER,
     "length_column_name": _LOADER,
-    "train_sampling_strategy": Change(
+    "train_sampling_strategy": Differ(
         "Duet takes all rows in shuffled order", ("random", "group_by_length", None)
     ),
     "ignore_data_skip": _LOADER,
@@ -337,7 +337,7 @@ TABLES: dict[str, dict[str, Rule]] = {
         **_REFERENCE,
         **_PRECOMPUTED,
         "learning_rate": Copy(default=1e-6),
-        "train_sampling_strategy": Change(
+        "train_sampling_strategy": Differ(
             "Duet takes all rows in shuffled order, also for KTO", ("random", None)
         ),
         "loss_type": Joint("kto"),
