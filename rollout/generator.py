@@ -26,7 +26,7 @@ from rollout.adapter_pool import AdapterPool
 from rollout.constraints import Grammars
 from rollout.engine.engine import Engine
 from rollout.engine.exact import Verifier
-from rollout.engine.runner import ModelRunner, Widths
+from rollout.engine.runner import ModelRunner, Widths, widths_for_clients
 from rollout.engine.weights import RolloutWeights
 from rollout.request import MediaPrompt, Queue, Request
 from rollout.text.chat import render_prompt
@@ -268,9 +268,27 @@ class Generator:
         in parallel; returns their number. A program that is needed later and not compiled then logs
         a warning, or raises rollout.engine.runner.LateCompilation if `strict`. `media_rows`:
         numbers of rows of the tables of pictures and sounds that prompts will have."""
+        return self._compile_widths(longest, self._widths(params), media_rows, strict=strict)
+
+    def compile_for_clients(
+        self, longest: int, usual: SamplingParams, media_rows: Sequence[int] = ()
+    ) -> int:
+        """Compiles as `compile_ahead`, for requests whose parameters strangers choose; returns the
+        number of programs. A decode runs one of three programs of its number of rows: that of
+        requests like `usual`, that with log-probabilities, and one for all other parameters. No
+        parameter makes the generator compile another one; those that need one are refused."""
+        runner = self.engine.runner
+        [widths] = self._widths([usual])
+        runner.fix_widths(widths_for_clients(widths))
+        return self._compile_widths(longest, runner.fixed_widths, media_rows, strict=False)
+
+    def _compile_widths(
+        self, longest: int, widths: Sequence[Widths], media_rows: Sequence[int], *, strict: bool
+    ) -> int:
+        """Compiles all programs whose decodes have these widths."""
         weights, count = self._compile_copies()
         count += self.engine.runner.compile_ahead(
-            weights, self._longest(longest), self._widths(params), media_rows, strict=strict
+            weights, self._longest(longest), widths, media_rows, strict=strict
         )
         return count + (
             self.verifier.compile_ahead(self.model.params, self.max_length) if self.verifier else 0

@@ -74,6 +74,10 @@ class ProcessorSizes(NamedTuple):
         )
 
 
+MOST_OF_A_ROW = ProcessorSizes(counts=1, biases=2048, words=128, longest=64, ends=64, masks=1)
+"""Sizes of the one program that a generator for clients has for all logits processors."""
+
+
 def _needs_processors(request: Request) -> bool:
     params = request.params
     forbids_ends = params.min_tokens and params.stop_token_ids

@@ -190,8 +190,9 @@ class Engine:
     def check_params(self, params: SamplingParams) -> None:
         """Raises ValueError for stop strings, bad words or a constraint without a tokenizer, for a
         bad word without tokens, for biases of tokens that the vocabulary does not have, where no
-        token is left that may come first, and for a constraint that cannot be followed, or not with
-        the options of this generator."""
+        token is left that may come first, for more than the decodes of a generator for clients have
+        room for, and for a constraint that cannot be followed, or not with the options of this
+        generator."""
         self._matcher_of(params)
         if params.stop and self._stop_string is None:
             raise ValueError(
@@ -200,7 +201,10 @@ class Engine:
         vocab = self.runner.vocab_size
         if outside := [token for token in params.logit_bias or () if not 0 <= token < vocab]:
             raise ValueError(f"logit_bias names token {outside[0]}, outside 0..{vocab - 1}")
-        forbidden = {word[0] for word in self.bad_words(params) if len(word) == 1}
+        bad_words = self.bad_words(params)
+        if refusal := self.runner.params_refusal(Request((0,), params, bad_words=bad_words)):
+            raise ValueError(refusal)
+        forbidden = {word[0] for word in bad_words if len(word) == 1}
         if params.min_tokens:
             forbidden.update(params.stop_token_ids)
         if forbidden.issuperset(range(vocab)):

@@ -48,7 +48,7 @@ from rollout.engine.page_budget import PageBudget, choose_page_budget
 from rollout.engine.programs import DecodeOutput, DecoderPrograms, DecodeState, PrefillInputs
 from rollout.engine.scheduler import PREFILL_ROWS, SchedulerLimits, prefill_lengths, prefill_rows
 from rollout.engine.speculative import SpeculativePrograms
-from rollout.logits_processors import LogitsProcessors, ProcessorSizes, masks_of
+from rollout.logits_processors import MOST_OF_A_ROW, LogitsProcessors, ProcessorSizes, masks_of
 from rollout.request import Request
 from rollout.types import MOST_TOP_LOGPROBS, GeneratorOptions
 
@@ -89,11 +89,30 @@ class Widths(NamedTuple):
         tops = min(size for size in TOP_SIZES if size >= max(asked)) if asked else None
         return cls(max(cls().stops, few), ProcessorSizes.of(requests), tops)
 
+    def has_room_for(self, other: Widths) -> bool:
+        """Whether a decode of these widths can run requests that need those."""
+        tops = -1 if self.tops is None else self.tops
+        needed = -1 if other.tops is None else other.tops
+        sizes = self.processors or (0,) * len(other.processors or ())
+        rooms = zip(sizes, other.processors or (), strict=False)
+        return self.stops >= other.stops and tops >= needed and all(a >= b for a, b in rooms)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Returns the numbers that the shape of a decode has after its rows."""
         tops = () if self.tops is None else (self.tops, TOPS)
         return (self.stops, *(self.processors or ()), *tops)
+
+
+MOST_STOPS = 32
+"""Tokens that end a completion in the widest decode of a generator for clients."""
+
+
+def widths_for_clients(usual: Widths) -> list[Widths]:
+    """Returns the widths of the decodes of a generator whose clients choose the parameters: those
+    of usual requests, those with log-probabilities, and those of all others."""
+    most = Widths(max(MOST_STOPS, usual.stops), MOST_OF_A_ROW, TOP_SIZES[-1])
+    return [usual, usual._replace(tops=TOP_SIZES[-1]), most]
 
 
 class LateCompilation(RuntimeError):
@@ -115,7 +134,8 @@ class ModelRunner:
     themselves. max_prefill_rows: the most rows of one prefill call.
     value_head: float32[E], the head of the values that are recorded.
     reserved_bytes: memory per device that other arrays will take after the number of pages is
-    chosen. compiled_ahead: whether the programs are known, compiled or not, so that another one is
+    chosen. fixed_widths: the widths of decodes, the narrowest first; none: each decode has those
+    that its requests need. compiled_ahead: whether the programs are known, compiled or not, so that another one is
     a warning or an error.
     """
 
@@ -153,6 +173,7 @@ class ModelRunner:
         self.decoding_weights = DecodingWeights(self.graph) if functions.reads_copies else None
         self.value_head: jax.Array | None = None
         self.reserved_bytes = 0
+        self.fixed_widths: Sequence[Widths] = ()
         self.compiled_ahead = False
         self._strict = False
         jitted = {
@@ -333,7 +354,28 @@ class ModelRunner:
         """Returns the widths of a decode of these requests. Under `exact` it records no likeliest
         tokens: the completion is scored when it is verified."""
         widths = Widths.of(requests)
-        return widths._replace(tops=None) if self.options.exact else widths
+        widths = widths._replace(tops=None) if self.options.exact else widths
+        return next((each for each in self.fixed_widths if each.has_room_for(widths)), widths)
+
+    def fix_widths(self, widths: Sequence[Widths]) -> None:
+        """Makes decodes have these widths alone, the narrowest first."""
+        if self.options.exact:
+            widths = [each._replace(tops=None) for each in widths]
+        self.fixed_widths = tuple(dict.fromkeys(widths))
+
+    def params_refusal(self, request: Request) -> str | None:
+        """Returns why no decode has room for the parameters of a request; None: one has."""
+        if not self.fixed_widths or self.widths([request]) in self.fixed_widths:
+            return None
+        longest = max(map(len, request.bad_words), default=0)
+        most = self.fixed_widths[-1].processors or MOST_OF_A_ROW
+        if longest > most.longest:
+            return f"bad_words has a word of {longest} tokens; at most {most.longest}"
+        return (
+            f"{len(request.params.stop_token_ids)} stop_token_ids, "
+            f"{len(request.params.logit_bias or ())} tokens of logit_bias or "
+            f"{len(request.bad_words)} forms of bad_words are too many"
+        )
 
     def decode_state(self, requests: Sequence[Request | None], size: int, seed: int) -> DecodeState:
         """Returns the state of `size` rows, row i for request i."""

@@ -80,6 +80,9 @@ class Simulation:
     def refusal(self, request):
         return request.refusal(self.vocab_size, self.max_length)
 
+    def params_refusal(self, request):
+        return None
+
     def prefill_inputs(self, requests, P, C):
         return PrefillInputs.of(requests, P, C, self.lookahead_tokens)
 

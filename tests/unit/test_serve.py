@@ -24,7 +24,7 @@ from rl.serve.app import application
 from rl.serve.errors import ApiError
 from rl.serve.protocol.completions import CompletionBody
 from rl.serve.sampling import draw_number
-from rollout import Generator, SamplingParams
+from rollout import Generator, GeneratorOptions, SamplingParams
 from rollout.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -589,3 +589,36 @@ def test_both_majors_of_the_client_are_understood(server, major):
     assert got["text"] == got["streamed"]
     assert got["logprobs"] == got["tokens"] > 0
     assert got["legacy"] and got["error"] == "n"
+
+
+def test_clients_do_not_make_a_generator_compile(served_model, generator, caplog):
+    tokenizer = load_tokenizer(served_model)
+    options = GeneratorOptions(batch_sizes=(), prefill_chunk=32, tokens_per_dispatch=4)
+    fixed = Generator(
+        policy.load(served_model), max_length=32, slots=1, tokenizer=tokenizer, options=options
+    )
+    fixed.compile_for_clients(32, SamplingParams(stop_token_ids=STOPS))
+    decode = fixed.engine.runner.executables["decode"]
+    programs = set(decode.shapes)
+    assert len(programs) == 3
+    everything = {
+        "top_logprobs": 20,
+        "logit_bias": dict.fromkeys(range(3, 300), -1.0),
+        "presence_penalty": 1.0,
+        "repetition_penalty": 1.3,
+        "bad_words": [chr(number) for number in range(33, 97)],
+        "min_tokens": 3,
+        "stop_token_ids": (2, *range(100, 115)),
+    }
+    for kind in ({}, {"top_logprobs": 0}, {"presence_penalty": 1.0}, everything):
+        params = SamplingParams(**{"max_new_tokens": 8, "temperature": 0} | kind)
+        [[completion]] = fixed.generate(["ab"], params)
+        assert (completion.scores is None) == ("top_logprobs" not in kind)
+        if kind in ({}, everything):
+            [[expected]] = generator.generate(["ab"], params)
+            assert completion.tokens == expected.tokens
+    assert set(decode.shapes) == programs
+    assert "was not compiled ahead" not in caplog.text
+    for refused in ({"bad_words": ["a" * 100]}, {"stop_token_ids": tuple(range(99))}):
+        with pytest.raises(ValueError, match=next(iter(refused))):
+            fixed.generate(["ab"], SamplingParams(max_new_tokens=8, **refused))
