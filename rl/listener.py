@@ -73,6 +73,8 @@ def valid_token(text: str, source: str) -> str:
 def bound(host: str, port: int) -> socket.socket:
     """Returns a socket that has the address and does not listen yet. Raises ConfigError for an
     address that does not exist, ResourceError for one that is in use."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--port {port}: give a number up to 65535, or 0 for a free port")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM
@@ -80,14 +82,10 @@ def bound(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OverflowError:
-        raise ConfigError(f"--port {port}: a port is a number from 1 to 65535") from None
     except socket.gaierror as error:
         raise ConfigError(f"--host {host}: {error.strerror}") from None
     except OSError as error:
-        raise ResourceError(
-            f"{host}:{port}: {error.strerror}; choose another --port, or leave it out"
-        ) from None
+        raise ResourceError(f"{host}:{port}: {error.strerror}; choose another --port") from None
     return listener
 
 

@@ -164,7 +164,8 @@ def prepared(
     if chat and not templated:
         raise ConfigError("--chat: the tokenizer has no chat template; leave --chat out")
     if task.system is not None and not chat:
-        raise ConfigError("--system: needs a chat template; add --chat")
+        advice = "add --chat" if templated else "the tokenizer has none, so leave the text out"
+        raise ConfigError(f"--system, or `system` of the task: needs a chat template; {advice}")
     if flags.few_shot is not None:
         shots = flags.few_shot
     else:
@@ -274,7 +275,10 @@ def _check_columns(task: Task, examples: Sequence[Example]) -> None:
     ]
     problem = next(datasets.column_problems(RewardSettings(functions=functions), examples), None)
     if problem is not None:
-        raise DataError(f"{problem}. Name the column with --columns, as --columns answer=COLUMN")
+        raise DataError(
+            f"{problem}. Name the column: with --data alone by --columns answer=COLUMN, with a task "
+            "in `columns` of its file"
+        )
     names = [*task.by, *(each.of_each for each in task.scores.values() if each.of_each)]
     for name in names:
         if missing := next((each for each in examples if name not in each.columns), None):

@@ -18,7 +18,7 @@ from rl.config.data import DataOptions
 from rl.data.encoded import Example, Messages
 from rl.data.hub import PREFIX, hub_name
 from rl.data.rows import folders
-from rl.data.rows.files import Malformed
+from rl.data.rows.files import Malformed, Rows
 from rl.data.rows.sources import read_rows
 from rl.errors import DataError
 from rl.evaluation.task import LETTERS, Choices, Task
@@ -114,12 +114,16 @@ class RowSource:
         return result
 
     def _rows(self, split: str) -> Iterator[tuple[str, JsonObject]]:
+        """Yields (place, row) of a split. Raises DataError."""
+        for where, row in self._read(split):
+            if isinstance(row, Malformed):
+                raise DataError(f"{where}: {row.text}")
+            yield where, row
+
+    def _read(self, split: str) -> Rows:
         """Yields (place, row) of a split. Raises DataError, with what to type without a network."""
         try:
-            for where, row in read_rows(self._options(split), held_out=True):
-                if isinstance(row, Malformed):
-                    raise DataError(f"{where}: {row.text}")
-                yield where, row
+            yield from read_rows(self._options(split), held_out=True)
         except DataError as error:
             if self.path is not None or (hub := hub_name(self.task.source, alone=True)) is None:
                 raise

@@ -21,6 +21,11 @@ from rl.errors import ConfigError
 from rl.evaluation.templates import check as check_template
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+METRICS = (
+    *("problems", "samples", "unscored_samples", "truncated"),
+    *("accuracy", "low", "high", "reward_mean"),
+)
+"""Ends of `eval/` metrics that every task has; a further score is a metric by its own name."""
 
 
 class Shots(Strict):
@@ -148,6 +153,8 @@ class Task(Strict):
         for name, score in scores.items():
             if re.fullmatch(r"[\w.-]+", name) is None:
                 raise ValueError(f"{name!r}: a score has letters, digits and _ . - only")
+            if name in METRICS:
+                raise ValueError(f"{name!r} is a number of every evaluation; choose another name")
             try:
                 registry.check(score.reward, score.options)
             except RewardError as error:

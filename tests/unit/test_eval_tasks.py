@@ -283,6 +283,7 @@ def test_a_task_of_ones_own_is_a_file(tmp_path, encoder):
         ("exact_answer}", "{reward: exact_answer, options: {strp: x}}}", "no option 'strp'"),
         ("scores:", "samples: 0\nscores:", "samples: must be greater than or equal to 1, got 0"),
         ("scores:", "shots: {split: test, target: x}\nscores:", "from another split"),
+        ("{exact: ", "{low: ", "'low' is a number of every evaluation"),
         ("scores:", "choices: {right: Antwort}\nscores:", "`right` and `wrong` go together"),
         ("scores:", "choices: {}\nscores:", "exactly one of `options` and `right`"),
     ],
