@@ -7,24 +7,10 @@ from dataclasses import replace
 
 from policy.json_types import JsonValue
 from rl.errors import ConfigError
+from rl.imports import shared
 from rl.imports.draft import Draft
 from rl.imports.given import Given, Syntax
-from rl.imports.shared import (
-    ALGORITHM,
-    NO_K1,
-    OPTIMIZER,
-    SAMPLING,
-    STAGE,
-    exact_quotient,
-    names_of,
-    put_adapter,
-    put_data,
-    put_lengths,
-    put_rewards,
-    put_schedule,
-    put_steps,
-    put_warmup,
-)
+from rl.imports.shared import ALGORITHM, OPTIMIZER, SAMPLING, STAGE
 from rl.imports.tables.openrlhf import OLDER, OLDER_OFFLINE, TABLES
 
 NAME = "OpenRLHF 0.11"
@@ -110,27 +96,21 @@ def _run(draft: Draft) -> None:
     if draft.truth("ds.load_in_4bit"):
         draft.put("model.base_weights", "nf4", "ds.load_in_4bit")
     draft.same("ds.load_in_4bit")
-    put_adapter(draft, "ds.lora.rank", "ds.lora.alpha", "ds.lora.target_modules")
-
-
-def _source(draft: Draft, key: str) -> None:
-    if draft.text(key):
-        draft.put("model.source", draft.text(key), key)
-    else:
-        draft.put("model.source", "qwen3-0.6b", note="change: the model of the other run")
-        draft.task("model.source: name the model; qwen3-0.6b has random weights")
+    shared.put_adapter(draft, "ds.lora.rank", "ds.lora.alpha", "ds.lora.target_modules")
 
 
 def _reinforce(draft: Draft) -> None:
-    _source(draft, "actor.model_name_or_path")
+    shared.put_source(
+        draft, "model", draft.text("actor.model_name_or_path"), "actor.model_name_or_path"
+    )
     updates = _batches(draft)
-    put_steps(draft, "", "train.num_episodes")
+    shared.put_steps(draft, "", "train.num_episodes")
     if draft.has("rollout.prompt_max_len") or draft.has("rollout.max_new_tokens"):
         total = "data.max_len" if draft.has("data.max_len") else ""
-        put_lengths(draft, "rollout.max_new_tokens", "rollout.prompt_max_len", total)
+        shared.put_lengths(draft, "rollout.max_new_tokens", "rollout.prompt_max_len", total)
         draft.same("data.max_len", "rollout.prompt_max_len", note="the lengths of both")
     else:
-        put_lengths(draft, "rollout.max_new_tokens", total="data.max_len")
+        shared.put_lengths(draft, "rollout.max_new_tokens", total="data.max_len")
     paths = "data.prompt_dataset"
     _data(draft, paths, "data.prompt_probs", "data.prompt_split")
     _columns(draft, {"data.input_key": "prompt"})
@@ -142,12 +122,16 @@ def _reinforce(draft: Draft) -> None:
 
 def _distill_on_policy(draft: Draft) -> None:
     """Writes a stage that learns from a teacher at the tokens of its own completions."""
-    _source(draft, "model.model_name_or_path")
-    _teacher(draft, "teacher.model_name_or_path")
+    shared.put_source(
+        draft, "model", draft.text("model.model_name_or_path"), "model.model_name_or_path"
+    )
+    shared.put_source(
+        draft, "teacher", draft.text("teacher.model_name_or_path"), "teacher.model_name_or_path"
+    )
     draft.put(f"{STAGE}.prompts_per_step", draft.integer("train.batch_size"), "train.batch_size")
     draft.put(f"{STAGE}.samples_per_prompt", 1, note="OpenRLHF draws one completion of a prompt")
-    put_steps(draft, "", "train.max_epochs")
-    put_lengths(draft, "generate.max_new_tokens", "data.prompt_max_len")
+    shared.put_steps(draft, "", "train.max_epochs")
+    shared.put_lengths(draft, "generate.max_new_tokens", "data.prompt_max_len")
     _data(draft, "data.prompt_dataset", "data.prompt_probs", "data.prompt_split")
     _columns(draft, {"data.input_key": "prompt"})
     _optimizer(draft, "", OPTIMIZER, 1)
@@ -181,7 +165,7 @@ def _batches(draft: Draft) -> int:
     keys = ("rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size")
     draft.put(f"{STAGE}.prompts_per_step", prompts, keys[0])
     draft.put(f"{STAGE}.samples_per_prompt", samples, keys[1])
-    updates = exact_quotient(prompts * samples, batch)
+    updates = shared.exact_quotient(prompts * samples, batch)
     if updates is None:
         why = f"{prompts} x {samples} completions are no multiple of a batch of {batch}"
         draft.refuse(*keys, why=why)
@@ -192,9 +176,9 @@ def _batches(draft: Draft) -> int:
 
 
 def _data(draft: Draft, paths: str, shares: str, split: str) -> None:
-    names = [part for text in draft.texts(paths) for part in text.split(",") if part]
-    weights = [part for text in draft.texts(shares) for part in text.split(",") if part]
-    put_data(draft, names, paths, split=draft.text(split) if draft.has(split) else "")
+    names = shared.parts(draft, paths)
+    weights = shared.parts(draft, shares)
+    shared.put_data(draft, names, paths, split=draft.text(split) if draft.has(split) else "")
     if weights and len(names) > 1:
         if len(weights) == len(names) and all(map(_is_number, weights)):
             entries = [
@@ -266,8 +250,8 @@ def _optimizer(draft: Draft, prefix: str, target: str, updates: int) -> None:
         draft.refuse(key, why=f"Duet has {', '.join(_SCHEDULES)}")
     elif target == OPTIMIZER:
         final = draft.number(ratio) if kind == "cosine_with_min_lr" else None
-        put_schedule(draft, schedule, key, final, ratio)
-        put_warmup(draft, ratio=warmup, per_step=updates)
+        shared.put_schedule(draft, schedule, key, final, ratio)
+        shared.put_warmup(draft, ratio=warmup, per_step=updates)
     else:
         draft.put(f"{target}.schedule", schedule, key)
         if kind == "cosine_with_min_lr" and draft.number(ratio):
@@ -350,7 +334,7 @@ def _penalties(draft: Draft, name: str) -> None:
         elif estimator in ("k2", "k3"):
             draft.put(f"{ALGORITHM}.kl", estimator, kind)
         elif size:
-            draft.refuse(kind, why=NO_K1)
+            draft.refuse(kind, why=shared.NO_K1)
         draft.same(target, horizon, kind, unbiased, note="the weight of a loss is constant")
         return
     if name in ("ppo", "reinforce_pp", "rloo"):
@@ -439,38 +423,38 @@ def _rewards(draft: Draft) -> None:
     functions: list[dict[str, JsonValue]] = []
     url, model = "reward.remote_url", "reward.model_name_or_path"
     label = draft.text("data.label_key")
-    for place in [part for text in draft.texts(url) for part in text.split(",")]:
+    for place in shared.parts(draft, url):
         if place.endswith(".py"):
             options = {"function": f"{place}:reward_func", **({"label": label} if label else {})}
             functions.append({"name": OPENRLHF_REWARD, "options": options})
         else:
             draft.refuse(url, why="Duet calls no server of rewards; write a function that does")
-    for source in [part for text in draft.texts(model) for part in text.split(",") if part]:
+    for source in shared.parts(draft, model):
         functions.append({"name": "reward_model", "options": {"source": source}})
     size, factor = "reward.overlong_buffer_len", "reward.overlong_penalty_factor"
     if draft.number(size):
         cache = draft.integer(size)
         weight = draft.number(factor)
         functions.append({"name": "soft_overlong", "options": {"cache": cache}, "weight": weight})
-    put_rewards(draft, functions, url, model, size, factor, "data.label_key")
+    shared.put_rewards(draft, functions, url, model, size, factor, "data.label_key")
     draft.same("data.label_key", size, factor, note="rewards get all columns of a row")
 
 
 def _evaluation(draft: Draft) -> None:
     names = ("dataset", "split", "temperature", "n_samples_per_prompt", "steps")
     dataset, split, temperature, samples, every = (f"eval.{name}" for name in names)
-    paths = [part for text in draft.texts(dataset) for part in text.split(",") if part]
+    paths = shared.parts(draft, dataset)
     if not paths:
         draft.same(split, temperature, samples, every, note="no evaluation")
         return
-    shared: dict[str, JsonValue] = {"split": draft.text(split)}
+    common: dict[str, JsonValue] = {"split": draft.text(split)}
     if (column := draft.text("data.input_key")) != "prompt":
-        shared["columns"] = {"prompt": column}
+        common["columns"] = {"prompt": column}
     if draft.truth("data.apply_chat_template"):
-        shared["chat"] = True
-    entries = [{"path": path, **shared} for path in paths]
+        common["chat"] = True
+    entries = [{"path": path, **common} for path in paths]
     if len(entries) > 1:
-        named = zip(entries, names_of(paths), strict=True)
+        named = zip(entries, shared.names_of(paths), strict=True)
         entries = [{**entry, "name": name} for entry, name in named]
     draft.put("evaluation.data", entries[0] if len(entries) == 1 else entries, dataset, split)
     draft.put("evaluation.every", max(draft.integer(every) or 0, 0), every)
@@ -480,14 +464,16 @@ def _evaluation(draft: Draft) -> None:
 
 def _offline(draft: Draft, program: str) -> None:
     """Writes a stage of demonstrations, pairs or labelled answers."""
-    _source(draft, "model.model_name_or_path")
+    shared.put_source(
+        draft, "model", draft.text("model.model_name_or_path"), "model.model_name_or_path"
+    )
     draft.put(f"{STAGE}.prompts_per_step", draft.integer("train.batch_size"), "train.batch_size")
-    put_steps(draft, "", "train.max_epochs")
+    shared.put_steps(draft, "", "train.max_epochs")
     draft.put("max_length", draft.integer("data.max_len"), "data.max_len")
     _data(draft, "data.dataset", "data.dataset_probs", "data.dataset_split")
     _optimizer(draft, "", OPTIMIZER, 1)
     _OFFLINE[program](draft)
-    paths = [part for text in draft.texts("eval.dataset") for part in text.split(",") if part]
+    paths = shared.parts(draft, "eval.dataset")
     if paths:
         held_out: dict[str, JsonValue] = {"path": paths[0], "split": draft.text("eval.split")}
         held_out |= {"chat": True} if draft.truth("data.apply_chat_template") else {}
@@ -558,16 +544,8 @@ def _kto(draft: Draft) -> None:
 def _distill(draft: Draft) -> None:
     draft.put(f"{ALGORITHM}.name", "distill")
     draft.put(f"{ALGORITHM}.alpha", draft.number("model.kd_coef"), "model.kd_coef")
-    _teacher(draft, "model.teacher_model")
+    shared.put_source(draft, "teacher", draft.text("model.teacher_model"), "model.teacher_model")
     _demonstrations(draft)
-
-
-def _teacher(draft: Draft, key: str) -> None:
-    if teacher := draft.text(key):
-        draft.put("teacher.source", teacher, key)
-    else:
-        draft.put("teacher.source", "qwen3-0.6b", note="change: the teacher of the other run")
-        draft.task("teacher.source: name the teacher")
 
 
 _OFFLINE = {

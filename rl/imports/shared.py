@@ -20,9 +20,25 @@ NO_K1 = (
 )
 _PROJECTS = {"wandb": "project", "mlflow": "experiment", "trackio": "project"}
 """Tracker -> its option for what the runs of a project have in common."""
+ARCHITECTURE = "qwen3-0.6b"
 ALL_LINEAR = "all-linear"
 PROMPT_TOKENS = 512
 """Room for a prompt where the other framework sets no limit."""
+
+
+def put_source(draft: Draft, section: str, source: str, *keys: str) -> None:
+    """Writes where the weights of a section are, `model` or `teacher`; without a source an
+    architecture with random weights, and what to do."""
+    if source:
+        draft.put(f"{section}.source", source, *keys)
+        return
+    draft.put(f"{section}.source", ARCHITECTURE, note=f"change: the {section} of the other run")
+    draft.task(f"{section}.source: name the {section}; {ARCHITECTURE} has random weights")
+
+
+def parts(draft: Draft, key: str) -> list[str]:
+    """Returns the texts of a list, or of a text with commas between them."""
+    return [part for text in draft.texts(key) for part in text.split(",") if part]
 
 
 def put_schedule(

@@ -7,24 +7,10 @@ import re
 from policy.json_types import JsonObject, JsonValue
 from rl.config.foreign import ABSENT
 from rl.errors import ConfigError
+from rl.imports import shared
 from rl.imports.draft import Draft
 from rl.imports.given import Given, GivenValue, Syntax
-from rl.imports.shared import (
-    ALGORITHM,
-    OPTIMIZER,
-    SAMPLING,
-    STAGE,
-    dotted_function,
-    exact_quotient,
-    put_adapter,
-    put_data,
-    put_lengths,
-    put_rewards,
-    put_schedule,
-    put_steps,
-    put_trackers,
-    put_warmup,
-)
+from rl.imports.shared import ALGORITHM, OPTIMIZER, SAMPLING, STAGE
 from rl.imports.tables.trl import DPO_LOSSES, LOSSES, TABLES
 
 NAME = "TRL 1.16"
@@ -144,11 +130,7 @@ def _model(draft: Draft) -> None:
     revision = draft.text("model_revision")
     if source and revision not in ("", "main"):
         source = f"hf://{source}@{revision}"
-    if source:
-        draft.put("model.source", source, "model_name_or_path", "model_revision")
-    else:
-        draft.put("model.source", "qwen3-0.6b", note="change: the model of the other run")
-        draft.task("model.source: name the model; qwen3-0.6b has random weights")
+    shared.put_source(draft, "model", source, "model_name_or_path", "model_revision")
     draft.same("model_revision")
     _types(draft)
     if draft.truth("use_peft"):
@@ -190,7 +172,9 @@ def _types(draft: Draft) -> None:
 
 def _adapter(draft: Draft) -> None:
     default = ["q_proj", "v_proj"]
-    put_adapter(draft, "lora_r", "lora_alpha", "lora_target_modules", default_targets=default)
+    shared.put_adapter(
+        draft, "lora_r", "lora_alpha", "lora_target_modules", default_targets=default
+    )
     if not draft.has("lora_target_modules"):
         note = "q_proj and v_proj are written, which PEFT takes for most architectures"
         draft.change("lora_target_modules", note=note)
@@ -249,14 +233,18 @@ def _batches(draft: Draft, trainer: str) -> int:
     batch = draft.integer("generation_batch_size")
     if batch is not None:
         keys.append("generation_batch_size")
-        per_generation = exact_quotient(batch, device * processes) or 0
+        per_generation = shared.exact_quotient(batch, device * processes) or 0
     else:
         keys.append("steps_per_generation")
         batch = device * processes * per_generation
-    updates = exact_quotient(per_generation, sums)
-    if updates is None and per_generation and (joined := exact_quotient(sums, per_generation)):
+    updates = shared.exact_quotient(per_generation, sums)
+    if (
+        updates is None
+        and per_generation
+        and (joined := shared.exact_quotient(sums, per_generation))
+    ):
         batch, updates = batch * joined, 1
-    prompts = exact_quotient(batch, samples)
+    prompts = shared.exact_quotient(batch, samples)
     if prompts is None or updates is None:
         draft.refuse(
             *keys,
@@ -273,7 +261,7 @@ def _batches(draft: Draft, trainer: str) -> int:
 
 
 def _steps(draft: Draft, updates: int) -> None:
-    put_steps(draft, "max_steps", "num_train_epochs", per_step=updates)
+    shared.put_steps(draft, "max_steps", "num_train_epochs", per_step=updates)
 
 
 def _data(draft: Draft, trainer: str) -> None:
@@ -282,7 +270,7 @@ def _data(draft: Draft, trainer: str) -> None:
         _mixture(draft, mixture)
     else:
         split = draft.text("dataset_train_split") if draft.has("dataset_train_split") else ""
-        put_data(draft, draft.texts("dataset_name"), "dataset_name")
+        shared.put_data(draft, draft.texts("dataset_name"), "dataset_name")
         if split:
             draft.put("data.split", split, "dataset_train_split")
         if subset := draft.text("dataset_config") or ", ".join(draft.texts("dataset_configs")):
@@ -335,7 +323,7 @@ def _run(draft: Draft, updates: int) -> None:
     trackers = draft.texts("report_to")
     if "all" in trackers:
         trackers = ["wandb", "tensorboard"]
-    put_trackers(draft, trackers, "report_to", name="run_name")
+    shared.put_trackers(draft, trackers, "report_to", name="run_name")
     draft.same("report_to", "run_name", note="no tracker")
 
 
@@ -425,7 +413,7 @@ def _optimizer(draft: Draft, updates: int) -> None:
     if kind == "constant":
         draft.same("warmup_steps", "warmup_ratio", note="a constant schedule has no warm-up")
     else:
-        put_warmup(draft, steps="warmup_steps", ratio="warmup_ratio", per_step=updates)
+        shared.put_warmup(draft, steps="warmup_steps", ratio="warmup_ratio", per_step=updates)
     clip = draft.number("max_grad_norm")
     if clip == 0:
         draft.put(f"{OPTIMIZER}.clip_norm", None, "max_grad_norm", note="0: none")
@@ -456,7 +444,7 @@ def _schedule(draft: Draft) -> None:
         options = {key: value for key, value in options.items() if key != "num_cycles"}
     if options:
         draft.refuse("lr_scheduler_kwargs", why=f"Duet has no {', '.join(options)} of a schedule")
-    put_schedule(draft, _SCHEDULES[kind], "lr_scheduler_type", final, "lr_scheduler_kwargs")
+    shared.put_schedule(draft, _SCHEDULES[kind], "lr_scheduler_type", final, "lr_scheduler_kwargs")
     draft.same("lr_scheduler_kwargs", note="no further options")
 
 
@@ -548,7 +536,7 @@ def _grpo(draft: Draft, updates: int) -> None:
 
 
 def _sampling(draft: Draft) -> None:
-    put_lengths(draft, "max_completion_length", "max_prompt_length", "vllm_max_model_length")
+    shared.put_lengths(draft, "max_completion_length", "max_prompt_length", "vllm_max_model_length")
     options = draft.value("generation_kwargs")
     if options and options not in ({}, "{}"):
         names = ", ".join(options) if isinstance(options, dict) else str(options)
@@ -708,7 +696,7 @@ def _reward_functions(draft: Draft) -> None:
     if model := draft.text("reward_model_name_or_path"):
         functions.append({"name": "reward_model", "options": {"source": model}})
     for name in draft.texts("reward_funcs"):
-        functions.append(dict(_REWARDS.get(name) or {"name": dotted_function(name)}))
+        functions.append(dict(_REWARDS.get(name) or {"name": shared.dotted_function(name)}))
     weights = draft.value("reward_weights")
     weights = weights if isinstance(weights, list) else [] if weights is None else [weights]
     if functions and weights and len(weights) != len(functions):
@@ -720,7 +708,9 @@ def _reward_functions(draft: Draft) -> None:
     elif weights:
         draft.task(f"rewards.functions: the weights of the functions are {weights}, in their order")
         draft.change("reward_weights", note="write them as the weight of each reward function")
-    put_rewards(draft, functions, "reward_funcs", "reward_model_name_or_path", "reward_weights")
+    shared.put_rewards(
+        draft, functions, "reward_funcs", "reward_model_name_or_path", "reward_weights"
+    )
     if any(name in _REWARDS for name in draft.texts("reward_funcs")):
         note = "rewards of Duet with the same purpose, on the column `answer` (TRL: `solution`)"
         draft.change("reward_funcs", note=note)
@@ -751,13 +741,10 @@ def _distillation(draft: Draft, updates: int) -> None:
         draft.put(f"{ALGORITHM}.beta", beta, "beta")
     source = draft.text("teacher_model_name_or_path")
     revision = draft.text("teacher_model_revision")
-    if source:
-        source = f"hf://{source}@{revision}" if revision else source
-        keys = ("teacher_model_name_or_path", "teacher_model_revision")
-        draft.put("teacher.source", source, *keys)
-    else:
-        draft.put("teacher.source", "qwen3-0.6b", note="change: the teacher of the other run")
-        draft.task("teacher.source: name the teacher")
+    if source and revision:
+        source = f"hf://{source}@{revision}"
+    keys = ("teacher_model_name_or_path", "teacher_model_revision")
+    shared.put_source(draft, "teacher", source, *keys)
 
 
 _ALGORITHMS = {

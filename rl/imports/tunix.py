@@ -8,21 +8,10 @@ from pathlib import Path
 
 from policy.json_types import JsonValue
 from rl.errors import ConfigError
+from rl.imports import shared
 from rl.imports.draft import Draft
 from rl.imports.given import Given, Syntax
-from rl.imports.shared import (
-    ALGORITHM,
-    NO_K1,
-    OPTIMIZER,
-    SAMPLING,
-    STAGE,
-    exact_quotient,
-    put_adapter,
-    put_data,
-    put_lengths,
-    put_rewards,
-    put_warmup,
-)
+from rl.imports.shared import ALGORITHM, OPTIMIZER, SAMPLING, STAGE
 from rl.imports.tables.tunix import TABLE
 
 NAME = "Tunix 0.1"
@@ -115,8 +104,7 @@ def _model(draft: Draft) -> None:
         draft.put("model.source", draft.text(path), path)
         draft.task("model.source: name a directory of Hugging Face, or a model of its hub")
     else:
-        draft.put("model.source", "qwen3-0.6b", note="change: the model of the other run")
-        draft.task("model.source: name the model; qwen3-0.6b has random weights")
+        shared.put_source(draft, "model", "")
     draft.same(kind, path, name, note="model_id names the model")
     types = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
     for theirs, ours in (("dtype", "dtype"), ("load_dtype", "param_dtype")):
@@ -147,7 +135,7 @@ def _adapter(draft: Draft) -> None:
     if not draft.has(rank):
         draft.same(*keys, _key(draft, "lora_config"), note="no adapter")
         return
-    put_adapter(draft, rank, alpha, "")
+    shared.put_adapter(draft, rank, alpha, "")
     names = [part for part in re.split(r"[|]", draft.text(modules)) if part]
     targets: list[str] = []
     for name in names:
@@ -197,7 +185,9 @@ def _reinforce(draft: Draft, mode: str) -> None:
     training = "rl_training_config"
     updates = _batches(draft, section, training)
     _steps(draft, training)
-    put_lengths(draft, "rollout_config.total_generation_steps", "rollout_config.max_prompt_length")
+    shared.put_lengths(
+        draft, "rollout_config.total_generation_steps", "rollout_config.max_prompt_length"
+    )
     top = "rollout_config.top_k"
     draft.put(f"{SAMPLING}.top_k", max(draft.integer(top) or 0, 0), top)
     _data(draft)
@@ -232,7 +222,7 @@ def _batches(draft: Draft, section: str, training: str) -> int:
     if not draft.has(mini):
         mini = f"{section}.mini_batch_size"
     part = draft.integer(mini) or prompts
-    updates = exact_quotient(prompts, part)
+    updates = shared.exact_quotient(prompts, part)
     if updates is None:
         draft.refuse(mini, "batch_size", why=f"{prompts} prompts are no multiple of {part}")
         updates = 1
@@ -267,7 +257,7 @@ def _data(draft: Draft) -> None:
     name, train = "dataset_name", "data_config.train_data_path"
     module, folder = "data_module", "data_directory"
     if draft.text(train):
-        put_data(draft, [draft.text(train)], train)
+        shared.put_data(draft, [draft.text(train)], train)
         draft.same(name, note="data_config names the rows")
     elif draft.text(name).lower() in ("gsm8k", "openai/gsm8k"):
         draft.put("data.path", _GSM8K["path"], name)
@@ -278,7 +268,7 @@ def _data(draft: Draft) -> None:
             "the answer; write `data.system`, and rows whose column `answer` is the number alone"
         )
     else:
-        put_data(draft, draft.texts(name), name)
+        shared.put_data(draft, draft.texts(name), name)
         draft.task("data: name the columns of the rows, or make a file of prompts and answers")
     if draft.text(module):
         draft.task(f"data: {draft.text(module)} is code; write its rows to a file")
@@ -353,7 +343,7 @@ def _schedule(draft: Draft, section: str, target: str, updates: int) -> None:
     _decay(draft, section, updates)
     steps, ratio = f"{section}.warmup_steps", f"{section}.warmup_ratio"
     if shape.startswith("warmup") and target == OPTIMIZER:
-        put_warmup(draft, steps=steps, ratio=ratio, per_step=updates)
+        shared.put_warmup(draft, steps=steps, ratio=ratio, per_step=updates)
     elif shape.startswith("warmup") and draft.integer(steps):
         draft.put(f"{target}.warmup_steps", draft.integer(steps), steps)
     draft.same(steps, ratio, note="no warm-up, or as the policy")
@@ -409,9 +399,11 @@ def _kl(draft: Draft, kind: str, size: float) -> None:
     elif ours != "k1":
         draft.put(f"{ALGORITHM}.kl", ours, kind)
     elif draft.has(kind):
-        draft.refuse(kind, why=NO_K1)
+        draft.refuse(kind, why=shared.NO_K1)
     else:
-        draft.put(f"{ALGORITHM}.kl", "k3", kind, note=f"Tunix takes `kl`: {NO_K1}", changed=True)
+        draft.put(
+            f"{ALGORITHM}.kl", "k3", kind, note=f"Tunix takes `kl`: {shared.NO_K1}", changed=True
+        )
 
 
 def _correction(draft: Draft, section: str) -> None:
@@ -470,7 +462,7 @@ def _rewards(draft: Draft) -> None:
         functions += [
             {"name": TUNIX_REWARD, "options": {"function": f"{file}:{name}"}} for name in names
         ]
-    put_rewards(draft, functions, key, verl, note="the functions of the files, summed")
+    shared.put_rewards(draft, functions, key, verl, note="the functions of the files, summed")
     draft.same(key, verl)
     if functions:
         draft.task("rewards.functions: the files have to stand at these paths")
@@ -522,7 +514,7 @@ def _sft(draft: Draft) -> None:
     draft.put("max_length", draft.integer("max_target_length"), "max_target_length")
     note = "Tunix cuts rows that are too long"
     draft.put("data.too_long", "truncate", "max_target_length", note=note)
-    put_data(draft, draft.texts("dataset_name"), "dataset_name")
+    shared.put_data(draft, draft.texts("dataset_name"), "dataset_name")
     draft.task(
         "data: Tunix makes demonstrations of the dataset in code; name the columns, or a file"
     )

@@ -6,24 +6,10 @@ import re
 from collections.abc import Sequence
 
 from policy.json_types import JsonObject, JsonValue, as_object
+from rl.imports import shared
 from rl.imports.draft import Draft
 from rl.imports.given import Given, Syntax
-from rl.imports.shared import (
-    ALGORITHM,
-    NO_K1,
-    OPTIMIZER,
-    SAMPLING,
-    STAGE,
-    exact_quotient,
-    names_of,
-    put_adapter,
-    put_data,
-    put_lengths,
-    put_rewards,
-    put_steps,
-    put_trackers,
-    put_warmup,
-)
+from rl.imports.shared import ALGORITHM, OPTIMIZER, SAMPLING, STAGE
 from rl.imports.tables.verl import RL, SFT
 
 NAME = "verl 0.9"
@@ -60,6 +46,7 @@ _AGGREGATIONS = {
     "seq-mean-token-sum-norm": "constant",
 }
 _KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_NUMBER = r"\d*\.?\d+(?:e[+-]?\d+)?"
 _STRAIGHT_THROUGH = "the value is that of {}, the gradient that of k2"
 _REJECTIONS = {
     f"{level}_{kind}": f"{ours}_{kind}"
@@ -96,7 +83,7 @@ def _reinforce(draft: Draft) -> None:
     _configuration_name(draft)
     _model(draft, "actor_rollout_ref.model")
     updates = _batches(draft)
-    put_steps(draft, "trainer.total_training_steps", "trainer.total_epochs")
+    shared.put_steps(draft, "trainer.total_training_steps", "trainer.total_epochs")
     _run(draft)
     _optimizer(draft, f"{_ACTOR}.optim", f"{_ACTOR}.grad_clip", OPTIMIZER, updates)
     _sampling(draft)
@@ -134,7 +121,7 @@ def _model(draft: Draft, section: str) -> None:
         if draft.has(keys[2]):
             draft.change(keys[2], note="names of modules of Megatron; all-linear is written")
         keys[2] = ""
-    if put_adapter(draft, *keys):
+    if shared.put_adapter(draft, *keys):
         if exclude := draft.texts(f"{section}.exclude_modules"):
             draft.put("model.adapter.exclude", exclude, f"{section}.exclude_modules")
         for name in ("lora_adapter_path", "lora.adapter_path"):
@@ -166,7 +153,7 @@ def _batches(draft: Draft) -> int:
     samples = draft.integer(f"{_ROLLOUT}.n") or 1
     draft.put(f"{STAGE}.prompts_per_step", prompts, batch)
     draft.put(f"{STAGE}.samples_per_prompt", samples, f"{_ROLLOUT}.n")
-    updates = exact_quotient(prompts, part)
+    updates = shared.exact_quotient(prompts, part)
     if updates is None:
         draft.refuse(mini, batch, why=f"{prompts} prompts are no multiple of {part}")
         updates = 1
@@ -191,7 +178,7 @@ def _run(draft: Draft) -> None:
     draft.put("run.checkpoint_every", max(every, 0), "trainer.save_freq")
     loggers = draft.texts("trainer.logger") if draft.has("trainer.logger") else []
     names = ("trainer.project_name", "trainer.experiment_name")
-    put_trackers(draft, loggers, "trainer.logger", project=names[0], name=names[1])
+    shared.put_trackers(draft, loggers, "trainer.logger", project=names[0], name=names[1])
     draft.same(*names, note="names for a tracker")
     draft.same("trainer.logger", note="the console")
     seed = "data.seed" if draft.has("data.seed") else "trainer.seed"
@@ -277,11 +264,11 @@ def _warmup(draft: Draft, section: str, target: str, updates: int) -> None:
         draft.same(ratio, note=f"{steps} sets the warm-up")
     else:
         draft.same(steps, note="no number of steps")
-        put_warmup(draft, ratio=ratio, per_step=updates, target=target)
+        shared.put_warmup(draft, ratio=ratio, per_step=updates, target=target)
 
 
 def _sampling(draft: Draft) -> None:
-    put_lengths(draft, "data.max_response_length", "data.max_prompt_length")
+    shared.put_lengths(draft, "data.max_response_length", "data.max_prompt_length")
     temperature = f"{_ROLLOUT}.temperature"
     sample = f"{_ROLLOUT}.do_sample"
     if draft.truth(sample):
@@ -301,7 +288,7 @@ def _sampling(draft: Draft) -> None:
 
 
 def _data(draft: Draft, train: str, evaluation: str) -> None:
-    put_data(draft, draft.texts(train), train)
+    shared.put_data(draft, draft.texts(train), train)
     listed = len(draft.texts(train)) > 1
     prompt = draft.text("data.prompt_key")
     source = draft.text("data.reward_fn_key")
@@ -457,7 +444,7 @@ def _penalties(draft: Draft, name: str) -> None:
         straight = estimator.endswith("+")
         ours = _KL.get(estimator.removesuffix("+"))
         if ours is None or (ours == "k1" and not straight):
-            draft.refuse(kind, why=NO_K1 if ours else "Duet has mse and low_var_kl")
+            draft.refuse(kind, why=shared.NO_K1 if ours else "Duet has mse and low_var_kl")
         elif straight:
             note = _STRAIGHT_THROUGH.format(ours)
             draft.put(f"{ALGORITHM}.kl", "k2", kind, note=note)
@@ -543,7 +530,7 @@ def _correction(draft: Draft) -> None:
 
 
 def _bounds(draft: Draft, kind: str, level: str, limit: str) -> None:
-    bounds = re.fullmatch(r"([\d.e-]+)_([\d.e-]+)", draft.text(limit))
+    bounds = re.fullmatch(rf"({_NUMBER})_({_NUMBER})", draft.text(limit))
     if bounds is None:
         draft.put(f"{ALGORITHM}.correction", f"{kind}_truncate", level)
         draft.put(f"{ALGORITHM}.correction_max", draft.number(limit), limit)
@@ -611,7 +598,7 @@ def _rewards(draft: Draft) -> None:
         )
     _overlong(draft, functions)
     _manager(draft)
-    put_rewards(draft, functions, *keys, note="reads the columns of verl")
+    shared.put_rewards(draft, functions, *keys, note="reads the columns of verl")
 
 
 def _model_rewards(draft: Draft, functions: list[dict[str, JsonValue]]) -> bool:
@@ -666,7 +653,7 @@ def _evaluation(draft: Draft) -> None:
         draft.same("trainer.test_freq", "data.val_max_samples", *keys, note="no evaluation")
         return
     entries = [_evaluated(draft, path) for path in paths]
-    names = names_of(paths)
+    names = shared.names_of(paths)
     data = entries[0] if len(entries) == 1 else _named(entries, names)
     draft.put("evaluation.data", data, "data.val_files")
     draft.put("evaluation.every", max(every, 0), "trainer.test_freq")
@@ -702,11 +689,11 @@ def _sft(draft: Draft) -> None:
     draft.put(
         f"{STAGE}.prompts_per_step", draft.integer("data.train_batch_size"), "data.train_batch_size"
     )
-    put_steps(draft, "trainer.total_training_steps", "trainer.total_epochs")
+    shared.put_steps(draft, "trainer.total_training_steps", "trainer.total_epochs")
     _run(draft)
     _optimizer(draft, "optim", "optim.clip_grad", OPTIMIZER, 1)
     draft.put("max_length", draft.integer("data.max_length"), "data.max_length")
-    put_data(draft, draft.texts("data.train_files"), "data.train_files")
+    shared.put_data(draft, draft.texts("data.train_files"), "data.train_files")
     if len(draft.texts("data.train_files")) < 2:
         _sft_columns(draft)
     _template(draft)
@@ -714,7 +701,7 @@ def _sft(draft: Draft) -> None:
     held_out = draft.texts("data.val_files")
     if held_out:
         entries = [{"path": path} for path in held_out]
-        data = entries[0] if len(entries) == 1 else _named(entries, names_of(held_out))
+        data = entries[0] if len(entries) == 1 else _named(entries, shared.names_of(held_out))
         draft.put(f"{STAGE}.held_out.data", data, "data.val_files")
         draft.put(f"{STAGE}.held_out.every", max(every, 0), "trainer.test_freq")
     draft.same("trainer.test_freq", "data.val_files", "data.val_max_samples", note="no evaluation")

@@ -180,6 +180,8 @@ def test_bounds_of_the_correction_as_verl_writes_them():
     algorithm = config_of("verl", VERL / "ppo.sh", *more).stages[0].algorithm
     assert algorithm.correction == "token_mask"
     assert (algorithm.correction_min, algorithm.correction_max) == (0.5, 5.0)
+    more[1] = f"{correction}.rollout_is_threshold=1.2.3_4"
+    assert refused("verl", VERL / "ppo.sh", *more) == {f"{correction}.rollout_is_threshold"}
 
 
 def test_a_clip_ratio_that_verl_does_not_read_is_named():
