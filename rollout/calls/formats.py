@@ -167,6 +167,18 @@ def response_template(tokenizer: Tokenizer) -> ResponseTemplate | None:
     return next((each for mark, each in _MARKS.items() if mark in templates), None)
 
 
+def without_calls(template: ResponseTemplate) -> ResponseTemplate | None:
+    """Returns how a reply is read that has no tools to call; None: its text stays as it is.
+
+    The channels of gpt-oss and Gemma 4 stand between special tokens. In a text without these tokens
+    reasoning and content would be one.
+    """
+    if template is not GPT_OSS and template is not GEMMA:
+        return None
+    fields = {name: each for name, each in template["fields"].items() if name != "tool_calls"}
+    return {**template, "fields": fields}
+
+
 def splitter(template: ResponseTemplate) -> dict[str, Any]:
     """Returns a response template under which a call is its text, with what the groups of its marks
     captured. It parses no call, so a call that is no JSON does not make the parser raise."""

@@ -258,3 +258,10 @@ def test_a_text_is_cast_to_a_type_of_a_reference():
     schema = {"anyOf": [{"$ref": "#/$defs/Address"}, {"type": "null"}]}
     schema = {"properties": {"a": schema}, "$defs": {"Address": ADDRESS}}
     assert checked_arguments({"a": '{"city": "Paris"}'}, schema) == ({"a": {"city": "Paris"}}, "")
+
+
+def test_without_tools_the_channels_of_gpt_oss_are_apart():
+    template = formats.without_calls(formats.GPT_OSS)
+    reply = "<|channel|>analysis<|message|>I think<|end|><|start|>assistant<|channel|>final<|message|>so"
+    assert read(template, "<|start|>assistant", reply) == ("so", "I think", [])
+    assert formats.without_calls(formats.HERMES) is None

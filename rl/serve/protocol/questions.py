@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from rl.serve.errors import invalid
@@ -52,7 +53,7 @@ async def answering(service: Service, question: Question) -> Answering:
     check_messages(question.conversation)
     service.check_room(question.sampling.n, "n")
     tools = list(question.tools)
-    template = await service.with_tokenizer(reply_format) if tools else None
+    template = await service.with_tokenizer(partial(reply_format, calls=bool(tools)))
     variables = question.variables | ({"tools": tools} if tools else {})
     rendered = await service.with_tokenizer(
         lambda tokenizer: encode_messages(
@@ -86,7 +87,7 @@ async def answering(service: Service, question: Question) -> Answering:
 def _forced_call(template: ResponseTemplate | None, question: Question) -> Constraint:
     """Returns the constraint under which the answer is a call. Raises ApiError if there are no
     tools, if the answer has another constraint, or if the format of the model has no grammar."""
-    if template is None:
+    if template is None or not question.tools:
         raise invalid("tool_choice", "needs `tools`")
     if question.sampling.constraint is not None:
         raise invalid("tool_choice", "an answer that must be a call has no other constraint")

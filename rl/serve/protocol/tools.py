@@ -12,7 +12,7 @@ from pydantic import Field
 
 from rl.serve.bodies import Fields
 from rl.serve.errors import invalid
-from rollout.calls.formats import ResponseTemplate, response_template
+from rollout.calls.formats import ResponseTemplate, response_template, without_calls
 from rollout.calls.replies import Call, ReplyReader, ReplyText
 from rollout.text.interface import Tokenizer
 
@@ -73,9 +73,12 @@ def choice_of(tools: Sequence[dict[str, Any]], choice: str, name: str | None = N
     return Choice([] if choice == "none" else tools, choice == "required")
 
 
-def reply_format(tokenizer: Tokenizer) -> ResponseTemplate:
-    """Returns how the model writes calls. Raises ApiError if that is unknown."""
+def reply_format(tokenizer: Tokenizer, *, calls: bool) -> ResponseTemplate | None:
+    """Returns how the model writes replies; None: the text is the content. Raises ApiError if it
+    may call tools in a format that is unknown."""
     template = response_template(tokenizer)
+    if not calls:
+        return None if template is None else without_calls(template)
     if template is None:
         message = "the chat template of this model has no calls of tools in a format that is known"
         raise invalid("tools", message, "unsupported_parameter")
