@@ -6,6 +6,7 @@ The score is the product of the final hidden state [E] of the last token with SC
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +73,9 @@ def write(
     """Writes a directory that transformers loads as a sequence classification model with no missing
     or unexpected keys. `graph` is the graph of a `sources.trunk`; `pad_id` tells transformers where
     padding begins."""
-    keys: dict[str, Any] = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    keys: dict[str, Any] = {}
+    if len(json.loads(graph.config.hf).get("id2label") or ()) != 1:
+        keys = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     keys |= {} if pad_id is None else {"pad_token_id": pad_id}
     score = processes.on_host(score_E).astype(graph.runtime.param_dtype)[None]
     model_directory.write(directory, graph, params, tensors={SCORE: score}, keys=keys)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from policy.ops.seeds import SEEDS
-from rewards.suggest import nearest_path
 from rl.data import models
 from rl.errors import ConfigError, ModelError
 
@@ -356,8 +355,5 @@ def _source(name: str, step: str | None) -> ModelFiles | CheckpointWeights:
         return CheckpointWeights(run, step)
     directory = models.directory(name, weights=True)
     if directory is None or not sources.is_model(directory):
-        raise ModelError(
-            f"{name}: no config.json there{nearest_path(name)}; name a Hugging Face directory, "
-            "the folder of a run, or a model on the Hugging Face hub as org/name"
-        )
+        raise models.missing(name)
     return ModelFiles(directory)

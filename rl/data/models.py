@@ -81,6 +81,15 @@ def directory(source: str, *, weights: bool = False, part: Part = "model") -> Pa
     return result
 
 
+def missing(name: str) -> ModelError:
+    """Returns what to say of a name that a command takes for a model or a run, and that is
+    neither."""
+    return ModelError(
+        f"{name}: no config.json there{nearest_path(name)}; name the folder of a run, a Hugging Face "
+        "directory, a GGUF file, or a model on the Hugging Face hub as org/name"
+    )
+
+
 def _of_gguf(source: str, part: Part) -> Path:
     """Returns the directory of a GGUF file, in the cache. Raises ModelError."""
     from policy.huggingface import sources

@@ -13,6 +13,7 @@ from rl.data import models
 from rl.errors import ConfigError
 from rl.export.request import GgufType
 from rl.stages.export import adapter, proof
+from rl.stages.export.card import Listing
 from rl.stages.export.exportable import Exportable
 from rl.stages.export.policy import write_card
 
@@ -45,9 +46,8 @@ def write(exported: Exportable, directory: Path, kind: GgufType, name: str) -> l
         writer.write(file, model, kind, vocabulary_of(exported), name)
     except ModelFileError as error:
         raise ConfigError(f"--gguf: {error}") from None
-    write_card(
-        exported, directory, f"{file.name}: the weights in {kind}, as one GGUF file.", "gguf"
-    )
+    sentence = f"{file.name}: the weights in {kind}, as one GGUF file."
+    write_card(exported, directory, sentence, Listing("gguf"))
     return proof.check_gguf(exported, model, file, kind)
 
 

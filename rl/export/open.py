@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from policy.huggingface import sources
-from rewards.suggest import nearest_path
 from rl.config.files import RESOLVED
 from rl.config.run import ExportOptions, RunConfig
 from rl.data import models
-from rl.errors import ConfigError, ModelError
-from rl.export import of_directory
+from rl.errors import ConfigError
+from rl.export import of_directory, reward_model
 from rl.export.of_directory import BaseFormat, ExportedDirectory
-from rl.export.request import ExportRequest
+from rl.export.request import Dtype, ExportRequest
+from rl.export.reward_model import ExportedRewardModel
 from rl.run import load
 from rl.stages.export.card import StageStep
 from rl.stages.export.exportable import Exportable
@@ -56,21 +56,34 @@ def opened(request: ExportRequest) -> Opened:
         return _checkpoint(request, run)
     directory = models.directory(name, weights=True)
     if directory is None or not sources.is_model(directory):
-        raise ModelError(
-            f"{name}: no config.json there{nearest_path(name)}; name the folder of a run, a "
-            "Hugging Face directory, or a model on the Hugging Face hub as org/name"
-        )
+        raise models.missing(name)
     return Opened(_directory(request, directory, BaseFormat(), None), None, name)
 
 
 def _directory(
     request: ExportRequest, directory: Path, base: BaseFormat, config: RunConfig | None
 ) -> ExportedDirectory:
-    _refuse_reward_model(directory)
     forms = _forms(request, sources.has_adapter(directory), config)
     dtype = request.dtype or of_directory.stored_dtype(directory)
+    if reward_model.is_reward_model(directory):
+        return _reward_model(request, directory, dtype)
     model = of_directory.read(directory, dtype, base)
     return ExportedDirectory(directory, model, forms, request.source)
+
+
+def _reward_model(request: ExportRequest, directory: Path, dtype: Dtype) -> ExportedRewardModel:
+    from policy.model import Model
+
+    if request.gguf is not None:
+        raise ConfigError(
+            f"--gguf: {directory} holds a reward model, and a GGUF file has no place for its score; "
+            "leave it out"
+        )
+    classifier = reward_model.read(directory, dtype)
+    trunk = Model(classifier.graph, classifier.params)
+    return ExportedRewardModel(
+        directory, trunk, ExportOptions(), request.source, classifier=classifier
+    )
 
 
 def _checkpoint(request: ExportRequest, run: Path) -> Opened:
@@ -98,16 +111,6 @@ def _forms(request: ExportRequest, has_adapter: bool, config: RunConfig | None) 
     if request.form is None:
         return config.export if config is not None else ExportOptions()
     return ExportOptions(adapter=request.form == "adapter", merged=request.form == "merged")
-
-
-def _refuse_reward_model(directory: Path) -> None:
-    file = directory / "config.json"
-    names = sources.read_object(file).get("architectures") if file.is_file() else None
-    if names and str(names[0]).endswith("ForSequenceClassification"):
-        raise ConfigError(
-            f"{directory}: a reward model ({names[0]}); `rl export` writes policies. The directory "
-            "is one that transformers reads: copy it"
-        )
 
 
 def _show(text: str) -> None:

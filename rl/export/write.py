@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from policy.json_types import JsonValue
-from rl.export import folder, gguf, hub
+from rl.export import folder, gguf, hub, reward_model
 from rl.export.open import opened
 from rl.export.request import ExportRequest
+from rl.export.reward_model import ExportedRewardModel
 from rl.stages.export.exportable import Exportable
 from rl.stages.export.policy import write_policy
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 
 def _write(request: ExportRequest, exported: Exportable, directory: Path) -> list[Proof]:
+    if isinstance(exported, ExportedRewardModel):
+        return reward_model.write(exported, directory)
     if request.gguf is None:
         return write_policy(exported, directory)
     return gguf.write(exported, directory, request.gguf, request.directory.name)
@@ -45,14 +48,15 @@ def export(request: ExportRequest) -> str:
             facts["largest_difference"] = max(each.difference for each in proofs)
             facts["compared_tokens"] = sum(each.tokens for each in proofs)
         size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
-    text = f"{request.directory}: {source.label}, {dtype}, {size / 1e6:,.1f} MB. {_measured(facts)}"
+    measured = _measured(facts, source.exported.compared)
+    text = f"{request.directory}: {source.label}, {dtype}, {size / 1e6:,.1f} MB. {measured}"
     return text if request.push is None else f"{text}\n{hub.push(request.push, request.directory)}"
 
 
-def _measured(facts: Mapping[str, JsonValue]) -> str:
+def _measured(facts: Mapping[str, JsonValue], compared: str) -> str:
     if "compared_tokens" not in facts:
         return "It was not read back"
     return (
-        f"Read back, the log-probabilities of {facts['compared_tokens']} tokens differ by at most "
+        f"Read back, the {compared} {facts['compared_tokens']} tokens differ by at most "
         f"{facts['largest_difference']:.1e}"
     )

@@ -104,6 +104,34 @@ def test_a_missing_model_is_refused(tmp_path, capsys):
     assert "no config.json there" in capsys.readouterr().err
 
 
+def test_a_reward_model_gives_transformers_the_same_scores(small_model, tmp_path, capsys):
+    import torch
+    from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
+
+    source = tmp_path / "source"
+    torch.manual_seed(0)
+    labels = {"id2label": {0: "good"}, "label2id": {"good": 0}, "pad_token_id": 0}
+    old = Qwen3ForSequenceClassification.from_pretrained(small_model, **labels)
+    old.save_pretrained(source)
+    load_tokenizer("bytes").save_pretrained(source)
+    assert export(source, tmp_path / "gguf", "--gguf", "f16") == 2
+    assert "reward model" in capsys.readouterr().err
+    out = tmp_path / "out"
+    assert export(source, out, "--dtype", "float32") == 0, capsys.readouterr().err
+    assert "the scores after" in capsys.readouterr().out
+    read, info = AutoModelForSequenceClassification.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values())
+    assert read.config.id2label == {0: "good"}
+    with torch.no_grad():
+        scores = [each.eval()(torch.tensor([ROWS[0]])).logits for each in (old, read)]
+    assert torch.equal(*scores) and scores[0].abs() > 1e-3
+    assert yaml.safe_load((out / "README.md").read_text().split("---")[1])["pipeline_tag"] == (
+        "text-classification"
+    )
+    names = {each.name for each in out.iterdir()}
+    assert {"tokenizer.json", "duet_export.json", "model.safetensors"} <= names
+
+
 def test_weights_that_no_text_reaches_are_compared_too(tmp_path):
     small = {"num_hidden_layers": 2, "duet": {"multi_token_prediction": {"depth": 1}}}
     model = policy.create(sources.preset("tiny-deepseek", small), seed=3)
@@ -324,7 +352,7 @@ def test_a_card_says_data_evaluations_and_configuration(tmp_path):
         }
     )
     origin = Origin("run", "org/base", source, run, config, StageStep("grpo", 3))
-    card.write(out, origin, "Weights.", "transformers")
+    card.write(out, origin, "Weights.", card.Listing("transformers"))
     text = (out / "README.md").read_text()
     front = yaml.safe_load(text.split("---")[1])
     assert front["base_model"] == "org/base" and front["license"] == "apache-2.0"

@@ -59,13 +59,18 @@ class Origin:
     place: StageStep | None = None
 
 
-def write(directory: Path, origin: Origin, sentence: str, library: str) -> None:
-    """Writes the card and copies the licence.
+@dataclass(frozen=True)
+class Listing:
+    """How the hub lists a model. library: what reads the directory, `transformers`, `peft` or
+    `gguf`. task: what the model does."""
 
-    sentence: says what the directory holds. library: what reads the directory, `transformers`,
-    `peft` or `gguf`.
-    """
-    parts = [_front_matter(origin, library), f"# {origin.title}", sentence]
+    library: str
+    task: str = "text-generation"
+
+
+def write(directory: Path, origin: Origin, sentence: str, listing: Listing) -> None:
+    """Writes the card and copies the licence. sentence: says what the directory holds."""
+    parts = [_front_matter(origin, listing), f"# {origin.title}", sentence]
     if origin.config is not None:
         if origin.place is not None:
             parts.append(f"After step {origin.place.step} of the stage {origin.place.stage}.")
@@ -82,9 +87,9 @@ def write(directory: Path, origin: Origin, sentence: str, library: str) -> None:
                     shutil.copyfile(file, directory / file.name)
 
 
-def _front_matter(origin: Origin, library: str) -> str:
+def _front_matter(origin: Origin, listing: Listing) -> str:
     """Returns the keys by which the hub lists a model."""
-    keys: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation"}
+    keys: dict[str, Any] = {"library_name": listing.library, "pipeline_tag": listing.task}
     if origin.base is not None:
         keys["base_model"] = origin.base
     keys |= _licence(origin.source)

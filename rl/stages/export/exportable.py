@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rl.config.run import ExportOptions
 from rl.stages.export.card import Origin
@@ -28,11 +28,13 @@ class AdapterBase:
 class Exportable(ABC):
     """A model to export, with its texts: the files of its directory that hold no weights.
 
-    model: may have an adapter. forms: which directories an adapter is written to.
+    model: may have an adapter. forms: which directories an adapter is written to. compared: what
+    numbers are compared when it is read back, with the preposition for so many tokens.
     """
 
     model: Model
     forms: ExportOptions
+    compared: ClassVar[str] = "log-probabilities of"
 
     @abstractmethod
     def source(self) -> Path | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl.stages.export import proof
+from rl.stages.export.card import Listing
 from rl.stages.export.exportable import Exportable
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def write_policy(exported: Exportable, directory: Path) -> list[Proof]:
 
     if not has_adapter(exported.model.params):
         write_model(exported, exported.model, directory)
-        write_card(exported, directory, _plain(exported), "transformers")
+        write_card(exported, directory, _plain(exported), Listing("transformers"))
         return proof.check_model(exported, exported.model, directory)
     write_base = partial(write_model, exported, exported.model)
     base = exported.base(directory, write_base)
@@ -38,25 +39,25 @@ def write_policy(exported: Exportable, directory: Path) -> list[Proof]:
         adapter.write_adapter(exported, directory, base)
         write_texts(exported, directory)
         sentence = adapter.describe(exported, base.label, "adapter")
-        write_card(exported, directory, sentence, "peft")
+        write_card(exported, directory, sentence, Listing("peft"))
         proofs += proof.check_adapter(exported, directory)
     if exported.forms.merged:
         merged = directory / MERGED if exported.forms.adapter else directory
         model = adapter.merged_model(exported)
         write_model(exported, model, merged)
         sentence = adapter.describe(exported, base.label, "merged")
-        write_card(exported, merged, sentence, "transformers")
+        write_card(exported, merged, sentence, Listing("transformers"))
         proofs += proof.check_model(exported, model, merged)
     return proofs
 
 
-def write_card(exported: Exportable, directory: Path, sentence: str, library: str) -> None:
+def write_card(exported: Exportable, directory: Path, sentence: str, listing: Listing) -> None:
     """Writes the model card and copies the licence of the base."""
     from policy.mesh import processes
     from rl.stages.export import card
 
     if processes.first():
-        card.write(directory, exported.origin(), sentence, library)
+        card.write(directory, exported.origin(), sentence, listing)
 
 
 def _plain(exported: Exportable) -> str:
