@@ -15,8 +15,8 @@ from rl.imports.tables.trl import DPO_LOSSES, LOSSES, TABLES
 
 NAME = "TRL 1.16"
 _OTHERS = (
-    "async_distillation|async_grpo|bco|cpo|dpo_online|gkd|gold|minillm|nash_md|online_dpo|orpo|ppo"
-    "|prm|sdft|sdpo|ssd|xpo"
+    "alphapo|async_distillation|async_grpo|bco|cpo|dpo_online|gkd|gold|hicra|maxrl|minillm|nash_md"
+    "|odpo|online_dpo|orpo|papo|ppo|prm|sdft|sdpo|ssd|xpo"
 )
 """Trainers of TRL without a table here, as scripts and `trl` name them."""
 SYNTAX = Syntax(

@@ -14,6 +14,7 @@ from rl.imports.tables.verl import RL, SFT
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "imports"
 VERL = FIXTURES / "verl"
 ACTOR = "actor_rollout_ref.actor"
+SFT_WORDS = "python -m verl.trainer.sft_trainer model.path=a/b data.train_files=c.parquet"
 
 
 def keys_of(name: str) -> list[str]:
@@ -106,6 +107,19 @@ def test_sft():
     assert (optimizer.warmup_steps, optimizer.beta2) == (4, 0.95)  # 0.2 of 2 x 2560 / 256 updates
     assert (config.data.too_long, config.max_length) == ("truncate", 2048)
     assert stage.held_out.every == 50
+
+
+def test_sft_with_muon_of_megatron(tmp_path):
+    """`optim=megatron` chooses a file of verl's, with other defaults."""
+    script = tmp_path / "run.sh"
+    words = (SFT_WORDS, "optim=megatron optim.optimizer=muon optim.muon_scalar_optimizer=adam")
+    script.write_text(" ".join(words) + " model=hf_model optim.muon_tp_mode=blockwise\n")
+    assert config_of("verl", script).stages[0].optimizer.name == "muon"
+    draft = draft_of("verl", script)
+    fates = {key: draft.fate_of(key) for key in ("optim", "model", "optim.muon_tp_mode")}
+    assert fates == {"optim": "changed", "model": "left", "optim.muon_tp_mode": "changed"}
+    script.write_text(script.read_text().replace("scalar_optimizer=adam", "scalar_optimizer=lion"))
+    assert refused("verl", script) == {"optim.muon_scalar_optimizer"}
 
 
 def test_a_configuration_of_hydra_with_interpolations():

@@ -9,6 +9,7 @@ from rl.imports.rules import (
     SHUFFLED,
     SPEED,
     Copy,
+    Differ,
     Joint,
     Leave,
     Refuse,
@@ -95,6 +96,10 @@ _OPTIMIZER: dict[str, Rule] = {
     "muon_momentum": Joint(0.95),
     "muon_nesterov": Joint(),
     "muon_num_ns_steps": Joint(5),
+    "muon_tp_mode": Differ(
+        "Duet orthogonalises the full matrix, however many devices share it", ("duplicated",)
+    ),
+    "muon_scalar_optimizer": Refuse("what is no matrix learns by AdamW", ("adam", None)),
     "muon_*": Refuse("Duet's Muon has other options: docs/optimizers.md", OFF),
     "use_layer_wise_distributed_optimizer": SPEED,
     "use_precision_aware_optimizer": SPEED,
@@ -521,6 +526,10 @@ SFT: dict[str, Rule] = _first_names(
         "checkpoint.*": CHECKPOINTS,
         "engine": SPEED,
         "engine.*": SPEED,
+        "model": Leave("the keys of `model` count"),
+        "optim": Differ(
+            "keys that the file does not have are written with the defaults of fsdp", ("fsdp", None)
+        ),
         "profiler.*": LOGS,
         "ulysses_sequence_parallel_size": SPEED,
         "use_remove_padding": SPEED,
