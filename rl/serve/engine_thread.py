@@ -52,6 +52,7 @@ class Job:
         self.requests = tuple(requests)
         self._exact = exact
         self.unfinished = len(self.requests)
+        self.failed = False
         self._loop = asyncio.get_running_loop()
         self._arrivals: asyncio.Queue[list[NewTokens] | ApiError] = asyncio.Queue()
         self._sent = [0] * len(self.requests)
@@ -63,6 +64,7 @@ class Job:
         while self.unfinished:
             arrival = await self._arrivals.get()
             if isinstance(arrival, ApiError):
+                self.failed = True
                 raise arrival
             self.unfinished -= sum(update.finish is not None for update in arrival)
             yield arrival

@@ -94,7 +94,7 @@ class Service:
         self.spelling = TokenSpelling(self.tokenizer)
         self._encoder = copy.deepcopy(tokenizer)
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
-        self._completions = 0
+        self._jobs: set[Job] = set()
         self._encodings = 0
         self._generator = generator
         self._slots = generator.slots
@@ -103,6 +103,11 @@ class Service:
         gauges("requests_running", "Completions that have a slot", lambda: self.running)
         gauges("requests_waiting", "Completions that wait for a slot", lambda: self.waiting)
         self.metrics.add_counts(lambda: generator.counts)
+
+    @property
+    def _completions(self) -> int:
+        """Returns how many completions have not ended."""
+        return sum(job.unfinished for job in self._jobs)
 
     @property
     def waiting(self) -> int:
@@ -239,15 +244,16 @@ class Service:
     @contextlib.contextmanager
     def running_job(self, job: Job):
         """Runs a job while the block lasts; cancels what has not ended then."""
-        self._completions += len(job.requests)
+        self._jobs.add(job)
         self.engine.submit(job)
         try:
             yield
         finally:
-            self._completions -= len(job.requests)
+            self._jobs.remove(job)
             if job.unfinished:
                 self.engine.cancel(job)
-                self.metrics.cancelled()
+                if not job.failed:
+                    self.metrics.cancelled()
 
 
 @dataclass

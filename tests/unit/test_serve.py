@@ -219,6 +219,10 @@ BAD = {
     "bias": ({"logit_bias": {"x": 1}}, "logit_bias"),
     "bias outside": ({"logit_bias": {"320": 1}}, "logit_bias"),
     "stop token": ({"stop_token_ids": [320]}, "stop_token_ids"),
+    "counts in each event": (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options.continuous_usage_stats",
+    ),
     "reserved": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
 }
 

@@ -201,6 +201,25 @@ def test_tools_of_messages_with_a_stream(writer):
     assert again.usage.input_tokens > complete.usage.input_tokens
 
 
+@pytest.mark.parametrize("choice", [{"type": "tool"}, {"type": "auto", "name": "weather"}])
+def test_a_choice_of_tools_names_one_only_as_type_tool(writer, choice):
+    messages = [{"role": "user", "content": "Ulm?"}]
+    fields = {"messages": messages, "max_tokens": 8, "tools": [CUSTOM], "tool_choice": choice}
+    answer = writer.post("/v1/messages", fields)
+    assert answer.status_code == 400
+    assert "tool_choice: `name`" in answer.json()["error"]["message"]
+
+
+def test_an_empty_last_turn_of_the_assistant_is_left_out(server):
+    user = {"role": "user", "content": "hi"}
+    fields = {"max_tokens": 8, "temperature": 0}
+    one, other = (
+        server.post("/v1/messages", fields | {"messages": messages}).json()["content"]
+        for messages in ([user], [user, {"role": "assistant", "content": []}])
+    )
+    assert one == other
+
+
 def test_errors_have_the_form_of_anthropic(server):
     client = anthropic_client(server)
     with pytest.raises(anthropic.BadRequestError) as caught:

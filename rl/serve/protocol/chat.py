@@ -51,11 +51,12 @@ NEUTRAL = {
 
 
 class StreamOptions(Fields):
-    """Options of a stream. include_usage: a last event has the counts of tokens."""
+    """Options of a stream. include_usage: a last event has the counts of tokens, the only one that
+    has them."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
-    continuous_usage_stats: bool = False
+    continuous_usage_stats: Literal[False] = False
 
 
 class StreamedFields(SamplingFields):

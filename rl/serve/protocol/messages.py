@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -140,6 +140,12 @@ class ToolChoice(Fields):
     name: str | None = None
     disable_parallel_tool_use: Literal[False] = False
 
+    @model_validator(mode="after")
+    def _name_of_tool(self) -> Self:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("`name` goes with the type `tool`, and with no other")
+        return self
+
 
 class OutputFormat(Fields):
     """What the text of an answer must be."""
@@ -198,7 +204,8 @@ class PromptBody(Body):
     @property
     def continued(self) -> bool:
         """Returns whether the last message is the beginning of the answer."""
-        return self.messages[-1].role == "assistant"
+        messages = self.conversation.messages
+        return bool(messages) and messages[-1].role == "assistant"
 
 
 class MessagesBody(PromptBody):
