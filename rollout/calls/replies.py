@@ -172,7 +172,7 @@ def checked_arguments(
         return dict(arguments), f"the argument {missing[0]} is missing"
     cast = {}
     for name, value in arguments.items():
-        types = _types_of(properties.get(name), definitions)
+        types = types_of(properties.get(name), definitions)
         cast[name] = _cast(value, types)
         if types and not any(_is(cast[name], each) for each in types):
             return dict(arguments), f"the argument {name} must be of type {' or '.join(types)}"
@@ -183,7 +183,7 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _types_of(schema: Any, definitions: Mapping[str, Any], deeper: int = _DEEPEST) -> list[str]:
+def types_of(schema: Any, definitions: Mapping[str, Any], deeper: int = _DEEPEST) -> list[str]:
     """Returns the types that a schema allows; none: any.
 
     definitions: schemas by the names that end a `$ref`. deeper: how many unions and references
@@ -192,12 +192,12 @@ def _types_of(schema: Any, definitions: Mapping[str, Any], deeper: int = _DEEPES
     if not isinstance(schema, dict) or deeper < 0:
         return []
     if isinstance(reference := schema.get("$ref"), str):
-        return _types_of(definitions.get(reference.rpartition("/")[2]), definitions, deeper - 1)
+        return types_of(definitions.get(reference.rpartition("/")[2]), definitions, deeper - 1)
     named = schema.get("type")
     types = [named] if isinstance(named, str) else list(_list(named))
     for union in ("anyOf", "oneOf"):
         schemas = [each for each in _list(schema.get(union)) if isinstance(each, dict)]
-        branches = [_types_of(each, definitions, deeper - 1) for each in schemas]
+        branches = [types_of(each, definitions, deeper - 1) for each in schemas]
         if not all(branches):
             return []
         types += [each for branch in branches for each in branch]

@@ -1,6 +1,7 @@
 """Calls of tools: what published chat templates write is read back, and broken calls are named."""
 
 import json
+import re
 from importlib import resources
 
 import pytest
@@ -8,7 +9,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from rollout.calls import formats
 from rollout.calls.formats import response_template
+from rollout.calls.grammars import call_constraint
 from rollout.calls.replies import Call, ReplyReader, ReplyText, checked_arguments
+from rollout.constraints import Grammars
+from rollout.text.tokenizer import byte_level
 
 TOOLS = [
     {
@@ -111,6 +115,66 @@ def test_what_a_published_template_writes_is_read_back(name, size):
     ]
     if text.startswith(prompt):
         assert content.strip() == ""
+
+
+OPENS = {
+    "deepseekv3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n",
+    "gemma4": "<|tool_call>call:weather{",
+    "glm4moe": "<tool_call>weather\n",
+    "gptoss": " to=functions.weather<|channel|>commentary json<|message|>",
+    "llama3_1": '{"name": "weather", "parameters": ',
+    "mistral": "[TOOL_CALLS] [",
+    "nemotron_3_nano": "<tool_call>\n<function=weather>\n",
+    "qwen3": '<tool_call>\n{"name": "weather", "arguments": ',
+}
+SPECIAL = re.compile(r"<｜[^｜]*｜>|<\|[^|>]*\|>|<\|tool_call>|<tool_call\|>|\[TOOL_CALLS\]")
+
+
+@pytest.mark.parametrize("special", (True, False))
+@pytest.mark.parametrize("name", OPENS)
+def test_a_call_that_must_be_is_what_templates_write(name, special):
+    pytest.importorskip("llguidance")
+    if name == "mistral":
+        format = formats.MISTRAL
+        texts = [f'[TOOL_CALLS] [{{"name": "weather", "arguments": {json.dumps(ARGUMENTS[0])}}}]']
+    else:
+        template = published(name)
+        format = response_template(Named(template))
+        texts = [_written(name, template, each) for each in ARGUMENTS]
+    tokenizer = byte_level()
+    marks = dict.fromkeys(SPECIAL.findall("".join(texts)))
+    tokenizer.add_tokens(list(marks), special_tokens=special)
+    constraint = call_constraint(format, TOOLS, tokenizer)
+    grammars = Grammars(tokenizer, len(tokenizer))
+
+    def spelled(text):
+        """How much of a text the grammar allows, and whether it is a call."""
+        matcher = grammars.matcher(constraint)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        for number, token in enumerate(tokens):
+            if not matcher.mask()[token // 32] >> token % 32 & 1:
+                return tokenizer.decode(tokens[:number]), False
+            matcher.advance([token])
+        return text, matcher.complete
+
+    for text, arguments in zip(texts, ARGUMENTS, strict=False):
+        assert spelled(text) == (text, True)
+        [call] = read(format, "", text)[2]
+        assert (call.status, call.arguments) == ("ok", arguments)
+        for wrong in (text.replace("weather", "wether"), text.replace("city", "town"), f" {text}"):
+            assert not spelled(wrong)[1]
+        assert not spelled(text.replace("city", "days"))[1]  # a text where a number must be
+
+
+def _written(name, template, arguments):
+    """How a template writes a call."""
+    shown = json.dumps(arguments) if name == "deepseekv3" else arguments
+    call = {"type": "function", "id": "a", "function": {"name": "weather", "arguments": shown}}
+    question = [{"role": "user", "content": "How is it?"}]
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    text = render(template, [*question, answer])
+    start = text.index(OPENS[name])
+    return text[start:].partition(TEMPLATES[name][0])[0].rstrip("\n")
 
 
 HERMES = {

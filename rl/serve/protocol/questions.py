@@ -14,6 +14,7 @@ from rl.serve.sampling import SamplingFields, draw_numbers
 from rl.serve.service import Generation, Service
 from rollout.calls.formats import ResponseTemplate
 from rollout.calls.grammars import call_constraint
+from rollout.text.interface import Tokenizer
 from rollout.types import Constraint
 
 
@@ -70,7 +71,8 @@ async def answering(service: Service, question: Question) -> Answering:
     params = question.sampling.params(service.bounds, most)
     params = replace(params, top_logprobs=question.top_logprobs)
     if question.must_call:
-        params = replace(params, constraint=_forced_call(template, question))
+        constraint = await service.with_tokenizer(partial(_forced_call, template, question))
+        params = replace(params, constraint=constraint)
     constraint_field = question.constraint_field or question.sampling.constraint_field
     await service.check_params(params, "tool_choice" if question.must_call else constraint_field)
     if rendered.expanded is not None:
@@ -84,14 +86,16 @@ async def answering(service: Service, question: Question) -> Answering:
     return Answering(generation, replies)
 
 
-def _forced_call(template: ResponseTemplate | None, question: Question) -> Constraint:
+def _forced_call(
+    template: ResponseTemplate | None, question: Question, tokenizer: Tokenizer
+) -> Constraint:
     """Returns the constraint under which the answer is a call. Raises ApiError if there are no
     tools, if the answer has another constraint, or if the format of the model has no grammar."""
     if template is None or not question.tools:
         raise invalid("tool_choice", "needs `tools`")
     if question.sampling.constraint is not None:
         raise invalid("tool_choice", "an answer that must be a call has no other constraint")
-    constraint = call_constraint(template, question.tools)
+    constraint = call_constraint(template, question.tools, tokenizer)
     if constraint is None:
         message = "the calls of this model have no grammar; set it to auto or none"
         raise invalid("tool_choice", message, "unsupported_parameter")
