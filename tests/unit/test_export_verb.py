@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import create_autospec
 
 import huggingface_hub
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -63,6 +64,32 @@ def test_weights_that_change_on_their_way_to_the_disk_are_refused(
     assert export(small_model, tmp_path / "out") == 4
     assert "another log-probability" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("where", ["cpu", "nowhere"])
+def test_where_devices_have_no_room_the_cpu_compares(
+    small_model, tmp_path, capsys, monkeypatch, where
+):
+    checked = []
+    check = reload.check_model
+
+    def without_room(written, directory, rows):
+        checked.append(written.graph.layout.mesh.size)
+        if len(checked) == 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return check(written, directory, rows)
+
+    monkeypatch.setattr(reload, "check_model", without_room)
+    if where == "nowhere":
+        monkeypatch.setattr("policy.mesh.device_memory.host_memory", lambda: 1000)
+    assert export(small_model, tmp_path / "out", "--dtype", "bfloat16") == 0
+    printed = capsys.readouterr()
+    if where == "cpu":
+        assert checked == [jax.device_count(), 1]
+        assert "on the CPU" in printed.err and "differ by at most 0.0e+00" in printed.out
+    else:
+        assert len(checked) == 1
+        assert "not read back" in printed.err and "It was not read back" in printed.out
 
 
 def test_only_what_an_export_wrote_is_replaced(small_model, tmp_path, capsys):
