@@ -1,8 +1,8 @@
 """Constraints on the text of a completion: which tokens may come next under a regular expression, a
 JSON schema or a grammar.
 
-llguidance parses the grammar and computes the masks on the host, so a decode with a constrained row
-makes one decoding step. The extra `constraints` installs it.
+llguidance parses the grammar and computes the masks on the host, so while a row is constrained each
+call of a decode draws one token. The extra `constraints` installs it.
 
 V vocabulary, W = ceil(V / 32) words of a mask: bit t % 32 of word t // 32 is set if token t may
 come next.

@@ -5,7 +5,7 @@
     samples.jsonl, tokens.bin, events.jsonl, run.json   as of a run; a task is a stage of one step
 
 The lines of a problem are appended when all of its samples are scored. So a process that is killed
-loses only problems that were being sampled, and the same command continues after the others.
+loses only problems that were not yet scored, and the same command continues after the others.
 """
 
 from __future__ import annotations

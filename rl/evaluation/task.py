@@ -64,7 +64,7 @@ class Choices(Strict):
 
 
 class Score(Strict):
-    """A number of a completion from which it counts as right."""
+    """A reward, and the value from which a completion counts as right."""
 
     shorthand: ClassVar[str | None] = "reward"
 

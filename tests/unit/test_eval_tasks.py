@@ -14,8 +14,9 @@ from rewards.registry import answer_of
 from rl.data.encoding import ExampleEncoder
 from rl.errors import ConfigError, DataError
 from rl.evaluation import prepare, task
+from rl.evaluation.flags import EvalFlags, with_flags
 from rl.evaluation.model import fingerprint, identity
-from rl.evaluation.prepare import EvalFlags
+from rl.evaluation.own_file import own_task
 from rollout import SamplingParams
 from rollout.text.tokenizer import load_tokenizer
 
@@ -37,7 +38,7 @@ def encoder():
 
 def prepared(name, encoder, **flags):
     flags = EvalFlags(data=str(ROWS / Path(name).stem), **flags)
-    chosen = prepare.with_flags(task.read(name), flags)
+    chosen = with_flags(task.read(name), flags)
     return prepare.prepared(Path(name).stem, chosen, flags, encoder, SamplingParams(n=1))
 
 
@@ -151,7 +152,7 @@ def test_a_row_of_ones_own_has_the_same_key_however_it_is_asked(tmp_path, encode
     keys = []
     for more in ({}, {"chat": True, "system": "Be brief."}, {"few_shot": 1}):
         flags = EvalFlags(data=str(file), rewards=("numeric_answer",), **more)
-        own = prepare.with_flags(prepare.own_task(str(file), flags), flags)
+        own = with_flags(own_task(str(file), flags), flags)
         keys.append(prepare.prepared("own", own, flags, encoder, SamplingParams(n=1)).keys)
     assert keys[0] == keys[1] and keys[0][1:] == keys[2]
 

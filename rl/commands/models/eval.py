@@ -16,8 +16,9 @@ from rl.errors import ConfigError
 if TYPE_CHECKING:
     from policy.json_types import JsonObject
     from rl.commands.sampled_model import SampledModel
+    from rl.evaluation.flags import EvalFlags
     from rl.evaluation.folder import EvaluationFolder
-    from rl.evaluation.prepare import EvalFlags, PreparedTask
+    from rl.evaluation.prepare import PreparedTask
     from rl.evaluation.task import Task
     from rollout import Generator
 
@@ -93,7 +94,7 @@ def _add_problems(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--few-shot",
-        type=_count_or_none,
+        type=_count_or_zero,
         metavar="N",
         help="solved problems before each prompt; of --data they are its first N rows",
     )
@@ -254,7 +255,7 @@ def _show(arguments: argparse.Namespace, folder: EvaluationFolder) -> None:
 
 def _flags(arguments: argparse.Namespace) -> EvalFlags:
     """Returns what the command line says. Raises ConfigError for what does not go together."""
-    from rl.evaluation.prepare import EvalFlags
+    from rl.evaluation.flags import EvalFlags
 
     if not arguments.task and not arguments.data:
         raise ConfigError(
@@ -298,10 +299,11 @@ def _flags(arguments: argparse.Namespace) -> EvalFlags:
 def _tasks(arguments: argparse.Namespace, flags: EvalFlags) -> dict[str, Task]:
     """Returns the tasks by name. Raises ConfigError."""
     from rl.evaluation import task as tasks
-    from rl.evaluation.prepare import base_of, own_task, with_flags
+    from rl.evaluation.flags import with_flags
+    from rl.evaluation.own_file import own_task, task_name
 
     if not arguments.task:
-        return {base_of(flags): with_flags(own_task(arguments.data, flags), flags)}
+        return {task_name(flags): with_flags(own_task(arguments.data, flags), flags)}
     names = [name for text in arguments.task for name in text.split(",") if name]
     if arguments.data and len(names) > 1:
         raise ConfigError("--data: names the rows of one task; evaluate the tasks one by one")
@@ -315,7 +317,8 @@ def _tasks(arguments: argparse.Namespace, flags: EvalFlags) -> dict[str, Task]:
 
 
 def _source_model(arguments: argparse.Namespace) -> SampledModel:
-    """Returns the model. Of a run that goes on it is the checkpoint that is the newest now."""
+    """Returns the model. For a run that goes on, --step becomes its newest checkpoint, so that a
+    later one does not change the evaluation."""
     changes = {"temperature": 0.0, "max_new_tokens": 1, "top_p": 1.0, "stop": ()}
     source = sampled_model.find(arguments, **changes)
     if arguments.step is None and not isinstance(source.source, sampled_model.ModelFiles):
@@ -351,7 +354,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _count_or_none(text: str) -> int:
+def _count_or_zero(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text}: must be a number of 0 or more")
     return int(text)

@@ -2,8 +2,7 @@
 
 A tracker that is slow, or waits for a server, does not delay the run. events.jsonl says which steps
 there are. When a run starts or continues, the tracker gets those up to the checkpoint that it
-lacks: those that a kill, or a server that was away, has kept from it. A step that it has is not
-sent again.
+missed, because of a kill or because its server was away. A step that it has is not sent again.
 """
 
 from __future__ import annotations
