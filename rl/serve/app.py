@@ -6,7 +6,7 @@ import hmac
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -66,6 +66,7 @@ def application(service: Service, host: str, token: str | None) -> ASGIApp:
         ApiError: _api_error,
         HTTPException: _http_error,
         ClientGone: _client_gone,
+        ClientDisconnect: _client_gone,
         RecursionError: _nested_too_deep,
         Exception: _internal_error,
     }

@@ -121,7 +121,7 @@ class SamplingFields(Body):
     min_tokens: int = Field(0, ge=0)
     bad_words: Items[StopString] = Field([], max_length=64)
     logit_bias: dict[str, float] = {}
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     response_format: ResponseFormat = ResponseFormat(type="text")

@@ -215,6 +215,27 @@ BAD = {
     ),
     "no messages": ({"messages": []}, "messages"),
     "stops": ({"stop": ["a"] * 17}, "stop"),
+    "many stops": ({"stop": [f"{number}" for number in range(10_000)]}, "stop"),
+    "huge penalty": ({"repetition_penalty": 1e308}, "repetition_penalty"),
+    "blank word": ({"bad_words": [" "]}, "bad_words"),
+    "options without a stream": (
+        {"stream_options": {"include_usage": True}},
+        "stream_options",
+    ),
+    "likeliest tokens": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "no tokens": ({"max_tokens": 0}, "max_tokens"),
+    "a picture": (
+        {
+            "messages": [
+                {"role": "system", "content": "a"},
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "data:,a"}}],
+                },
+            ]
+        },
+        "messages[1].content",
+    ),
     "empty stop": ({"stop": ""}, "stop"),
     "bias": ({"logit_bias": {"x": 1}}, "logit_bias"),
     "bias outside": ({"logit_bias": {"320": 1}}, "logit_bias"),

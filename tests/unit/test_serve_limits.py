@@ -171,17 +171,19 @@ MALFORMED = {
         b"0\r\n\r\n",
     ),
     "half a body": (head("POST", "/v1/completions", "Content-Length: 100"), b'{"prompt'),
+    "broken chunks": (head("POST", "/tokenize", "Transfer-Encoding: chunked"), b"zz\r\n"),
     "nothing": (b"",),
     "a method": (head("BREW", "/v1/models"),),
 }
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_what_is_malformed_hurts_nobody(server, case):
+def test_what_is_malformed_hurts_nobody(server, case, capfd):
     received = exchange(server, *MALFORMED[case])
     status = received.split(b" ")[1:2]
     assert status in ([], [b"400"], [b"405"], [b"431"]), received[:200]
     assert server.post("/tokenize", {"prompt": "a"}).status_code == 200
+    assert not capfd.readouterr().err
 
 
 def test_a_body_in_chunks_has_the_same_limit(server):

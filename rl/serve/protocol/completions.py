@@ -68,8 +68,8 @@ async def _generation(service: Service, body: CompletionBody) -> Generation:
     if not body.prompts:
         raise invalid("prompt", "the list has no prompts")
     service.check_room(len(body.prompts) * min(body.n, service.limits.samples), "prompt")
-    longest = max(0 if isinstance(each, str) else len(each) for each in body.prompts)
-    service.check_length(longest, max(1, body.max_tokens), "prompt")
+    if lengths := [len(each) for each in body.prompts if not isinstance(each, str)]:
+        service.check_length(max(lengths), max(1, body.max_tokens), "prompt")
     prompts = await service.with_tokenizer(
         lambda tokenizer: [_encoded(tokenizer, prompt) for prompt in body.prompts],
         "prompt",

@@ -215,15 +215,13 @@ def encode_messages(
 def _references(conversation: Conversation, pictures: Pictures | None) -> list[Reference]:
     """Returns the pictures of a conversation. Raises ApiError for those that the model cannot
     read."""
-    references = [
-        picture_of(url, f"{place}.content")
-        for message, place in conversation
-        for url in message.urls
-    ]
-    if references and pictures is None:
-        raise invalid(references[0].where, "this model reads no pictures")
-    if pictures is not None:
-        pictures.check(references)
+    urls = [(url, f"{place}.content") for message, place in conversation for url in message.urls]
+    if not urls:
+        return []
+    if pictures is None:
+        raise invalid(urls[0][1], "this model reads no pictures")
+    references = [picture_of(url, place) for url, place in urls]
+    pictures.check(references)
     return references
 
 
