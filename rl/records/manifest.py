@@ -33,6 +33,11 @@ _PACKAGES = (
     "tokamax",
     "numpy",
 )
+# Beginnings of the names of environment variables that change what a run does, or what it may read.
+_VARIABLES = (
+    *("CUDA_", "DUET_", "JAX_", "LIBTPU_", "NCCL_", "PJRT_", "TPU_", "XLA_"),
+    *("AWS_", "GOOGLE_", "HF_", "MLFLOW_", "TRACKIO_", "WANDB_"),
+)
 
 
 class DeviceFacts(TypedDict):
@@ -64,6 +69,7 @@ class Manifest:
                 "start": round(time.time(), 3),
                 "command": sys.argv,
                 "directory": os.getcwd(),
+                "environment": variables(),
             }
             self._attempts.append(
                 attempt | {"host": socket.gethostname(), "versions": versions()} | git_state()
@@ -93,6 +99,12 @@ class Manifest:
         except OSError as error:
             temporary.unlink(missing_ok=True)
             _LOG.warning("%s cannot be written: %s", self._path, error.strerror)
+
+
+def variables() -> list[str]:
+    """Returns the names of the environment variables that are set and matter to a run. Their values
+    may be secrets."""
+    return sorted(name for name in os.environ if name.startswith(_VARIABLES))
 
 
 def exit_code(error: BaseException | None) -> int:
