@@ -8,7 +8,7 @@ import contextlib
 import copy
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -94,6 +94,7 @@ class Service:
         self.spelling = TokenSpelling(self.tokenizer)
         self._encoder = copy.deepcopy(tokenizer)
         self._encoding = ThreadPoolExecutor(1, thread_name_prefix="encoding")
+        self._grammars = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._jobs: set[Job] = set()
         self._encodings = 0
         self._generator = generator
@@ -136,18 +137,18 @@ class Service:
     ) -> T:
         """Calls a function with the tokenizer in the thread that encodes. Raises ApiError for a
         text or a conversation that it refuses; param: the field that holds it."""
-        return await self._encoded(partial(function, self._encoder), param)
+        return await self._called(self._encoding, partial(function, self._encoder), param)
 
-    async def _encoded(self, function: Callable[[], T], param: str | None) -> T:
-        """Calls a function in the thread that encodes. Raises ApiError if it refuses a value, and
-        if as many calls wait already as completions may run and wait."""
+    async def _called(self, executor: Executor, function: Callable[[], T], param: str | None) -> T:
+        """Calls a function in another thread. Raises ApiError if it refuses a value, and if as many
+        calls wait already as completions may run and wait."""
         most = max(_LEAST_ENCODINGS, self._slots + self.limits.queue)
         if self._encodings >= most:
             message = f"{self._encodings} requests are read already; try again later"
             raise ApiError(429, message, None, "queue_full")
         self._encodings += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._encoding, function)
+            return await asyncio.get_running_loop().run_in_executor(executor, function)
         except RecursionError:
             raise invalid(param, "nested too deep") from None
         except ValueError as error:
@@ -166,11 +167,13 @@ class Service:
 
     async def check_params(self, params: SamplingParams, param: str | None) -> None:
         """Raises ApiError for a constraint or a text that cannot be followed; param: the field that
-        has it. Grammars are compiled here, in the thread that encodes, and then kept."""
+        has it. Grammars are compiled here, in a thread of their own, and then kept: a large one
+        takes seconds, in which other requests go on."""
         if param is None and params.bad_words:
             param = "bad_words"
-        check = self._generator.engine.check_params
-        await self._encoded(partial(check, params), param)
+        plain = params.constraint is None and not params.bad_words
+        executor = self._encoding if plain else self._grammars
+        await self._called(executor, partial(self._generator.engine.check_params, params), param)
 
     def max_tokens(
         self, prompts: Sequence[EncodedPrompt], requested: int | None, param: str
@@ -238,6 +241,7 @@ class Service:
         """Ends the threads."""
         self.engine.close()
         self._encoding.shutdown()
+        self._grammars.shutdown()
         if self.pictures is not None:
             self.pictures.close()
 

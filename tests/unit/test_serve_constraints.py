@@ -1,7 +1,9 @@
 """Constrained answers of `rl serve`: JSON schemas, regular expressions, and calls that must be."""
 
+import concurrent.futures
 import json
 import re
+import threading
 
 import anthropic
 import jsonschema
@@ -161,3 +163,19 @@ def test_a_call_that_must_be_is_made(client, server):
         tool_choice={"type": "tool", "name": "one"},
     )
     assert [block.type for block in message.content] == ["tool_use"]
+
+
+def test_a_grammar_that_takes_long_keeps_no_other_request_waiting(server):
+    waits = threading.Event()
+    server.service._grammars.submit(waits.wait, 60)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        try:
+            body = {"messages": MESSAGES, "structured_outputs": {"regex": "[xy]"}}
+            constrained = pool.submit(server.post, "/v1/chat/completions", body)
+            plain = {"messages": MESSAGES, "max_tokens": 1}
+            assert server.post("/v1/chat/completions", plain).status_code == 200
+            assert not constrained.done()
+        finally:
+            waits.set()
+        content = constrained.result().json()["choices"][0]["message"]["content"]
+    assert content in ("x", "y")
