@@ -98,6 +98,8 @@ KINDS = {
         "rotary_dim": 8,
     },
 }
+# Kinds whose file is also read back as `rl export` does, which compiles a program.
+PROVEN = ("llama", "gemma2", "qwen3_5_moe_text")
 PROMPT = [[5, 9, 33, 70, 12, 200]]
 
 
@@ -130,7 +132,7 @@ def fields():
 def greedy(model):
     with torch.no_grad():
         return model.generate(
-            torch.tensor(PROMPT), max_new_tokens=8, do_sample=False, eos_token_id=None
+            torch.tensor(PROMPT), max_new_tokens=5, do_sample=False, eos_token_id=None
         ).tolist()
 
 
@@ -157,7 +159,8 @@ def test_transformers_reads_what_is_written(kind, tmp_path):
     assert again.params.keys() == model.params.keys()
     for path, weight in model.params.items():
         assert np.allclose(np.asarray(weight), np.asarray(again.params[path]), atol=1e-7), path
-    assert reload.check_gguf(model, file, "f16", PROMPT).difference < 1e-4
+    if kind in PROVEN:
+        assert reload.check_gguf(model, file, "f16", PROMPT).difference < 1e-4
 
 
 TEXTS = (
@@ -442,16 +445,24 @@ def repacked(source, target, matrix, fields=(), tensors=()):
     writer.close()
 
 
-@pytest.mark.parametrize("kind", ["F32", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
-def test_other_types_are_read_as_transformers_does(kind, tmp_path):
+def test_other_types_are_read_as_transformers_does(tmp_path):
+    """Matrices have a type each."""
     import gguf
 
     model_of("llama", tmp_path / "model")
     model = policy.load(tmp_path / "model")
     file = tmp_path / "x.gguf"
     writer.write(file, model, "f16", fields(), "x")
-    number = gguf.GGMLQuantizationType[kind]
-    repacked(file, tmp_path / "y.gguf", lambda floats: (gguf.quantize(floats, number), number))
+    names = ("F32", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
+    kinds = itertools.cycle(gguf.GGMLQuantizationType[name] for name in names)
+
+    def quantised(floats):
+        kind = next(kinds)
+        return gguf.quantize(floats, kind), kind
+
+    repacked(file, tmp_path / "y.gguf", quantised)
+    stored = {tensor.tensor_type.name for tensor in opened(tmp_path / "y.gguf").tensors.values()}
+    assert stored == set(names)
     plain = GgufConfig(dequantize=True)
     AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="y.gguf", quantization_config=plain, dtype=torch.float32
