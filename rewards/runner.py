@@ -36,7 +36,15 @@ from rewards import registry
 from rewards.registry import RewardError, RewardFailed
 from rewards.workers.columns import plain, split_groups
 from rewards.workers.scores import RewardFault, Scores, call_times, statistics, weighted_sums
-from rewards.workers.threads import Call, Failure, Function, Result, ScoringBatch, WorkerThread
+from rewards.workers.threads import (
+    Call,
+    Failure,
+    Function,
+    QueuedCall,
+    Result,
+    ScoringBatch,
+    WorkerThread,
+)
 
 _LOG = logging.getLogger("duet.rewards")
 _SHOWN_FAULTS = 3
@@ -166,7 +174,8 @@ class Runner:
         self._share = share
         self._functions = _resolve(options.functions)
         self.names = tuple(function.name for function in self._functions)
-        self._calls: queue.Queue = queue.Queue()
+        # An interruption within the `put` of a `queue.Queue` can leave its lock taken for good.
+        self._calls: queue.SimpleQueue[QueuedCall | None] = queue.SimpleQueue()
         self._threads: list[WorkerThread] = []
         self._shown: Counter[str] = Counter()
         self._warned: set[str] = set()

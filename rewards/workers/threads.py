@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from rewards.registry import Parameters
 from rewards.workers.process import WorkerLost, WorkerProcess
@@ -100,6 +100,10 @@ class ScoredCall(NamedTuple):
     seconds: float
 
 
+QueuedCall: TypeAlias = tuple[ScoringBatch, int, list[int]]
+"""A call that waits: its batch, the number of its function and its samples."""
+
+
 class WorkerThread:
     """One thread and its worker process.
 
@@ -111,7 +115,7 @@ class WorkerThread:
     def __init__(
         self,
         number: int,
-        calls: queue.Queue,
+        calls: queue.SimpleQueue[QueuedCall | None],
         functions: tuple[Function, ...],
         timeout_s: float,
         memory_limit_mb: int | None,

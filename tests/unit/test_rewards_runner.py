@@ -58,6 +58,30 @@ runner = Runner(RunnerOptions(((sys.argv[1], 1.0, {}),), workers=1, timeout_s=90
 print(runner.score(["p"], ["a"], {}).total[0])
 """
 
+INTERRUPTED = """
+import random, signal
+from rewards import Runner, RunnerOptions
+
+class Interrupted(BaseException):
+    pass
+
+def interrupt(*_):
+    raise Interrupted
+
+signal.signal(signal.SIGALRM, interrupt)
+runner = Runner(RunnerOptions((("exact_answer", 1.0, {}),), workers=1))
+texts = ["a"] * 500
+for _ in range(100):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(5e-4, 5e-3))
+        while True:
+            runner.start(texts, texts, {"answer": texts}, groups=[*range(500)])
+    except Interrupted:
+        pass
+runner.close()
+print("ended")
+"""
+
 
 def options(*functions, timeout_s=30.0, **others):
     """RunnerOptions of specs, or (spec, weight, options)."""
@@ -382,6 +406,14 @@ def waits(completions):
         )  # what a terminal does: the signal goes to the group in the foreground
         go_on.touch()
         assert run.communicate()[0].strip() == "7.0"
+
+
+def test_an_interruption_while_calls_are_queued_does_not_block_the_end():
+    """Ctrl-C in the middle of `queue.Queue.put` left its lock taken, and the run did not end."""
+    run = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout == "ended\n", run.stderr[-2000:]
 
 
 def test_calls_are_told_with_their_times(tmp_path):

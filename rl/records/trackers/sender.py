@@ -76,7 +76,8 @@ class Sender:
         self._events = events
         self._finished = False
         self._error: Exception | None = None
-        self._queue: queue.Queue[Point | _Lacking | _End] = queue.Queue(WAITING)
+        # An interruption within the `put` of a `queue.Queue` can leave its lock taken for good.
+        self._queue: queue.SimpleQueue[Point | _Lacking | _End] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
         self._thread.start()
 
@@ -112,10 +113,9 @@ class Sender:
     def _put(self, item: Point | _Lacking | _End) -> None:
         if self._error is not None:
             raise self._error
-        try:
-            self._queue.put_nowait(item)
-        except queue.Full:
-            raise TimeoutError(f"no answer for {WAITING} steps") from None
+        if self._queue.qsize() >= WAITING:
+            raise TimeoutError(f"no answer for {WAITING} steps")
+        self._queue.put(item)
 
     def _work(self) -> None:
         try:
