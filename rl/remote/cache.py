@@ -51,8 +51,16 @@ class _Copy:
 
 def root() -> Path:
     """Returns the folder of the cache."""
-    base = os.environ.get(CACHE) or "~/.cache/duet-rl"
-    return Path(base).expanduser() / "remote"
+    return _base() / "remote"
+
+
+def runs() -> Path:
+    """Returns the folder with copies of the records of remote runs."""
+    return _base() / "runs"
+
+
+def _base() -> Path:
+    return Path(os.environ.get(CACHE) or "~/.cache/duet-rl").expanduser()
 
 
 _FAILURE_S = 60.0

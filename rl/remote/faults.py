@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,15 @@ _PERMANENT_TYPES = (
 )
 _PERMANENT_NUMBERS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 _TRANSIENT_STATUS = (408, 425, 429)
+_NAMES = r"\w*(?:key|secret|token|password|signature)\w*"
+_SECRET = (
+    (re.compile(r"(\w://)[^/\s@:'\"]*:[^\s@'\"]*@"), r"\1...@"),
+    (re.compile(r"(\w://[^\s?'\"]*\?)[^\s'\"<>]+"), r"\1..."),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{8,}"), r"\1 ..."),
+    (re.compile(rf"(?i)\b({_NAMES}\s*=\s*)[^\s\"',;&)]+"), r"\1..."),
+    (re.compile(rf"(?i)([\"']{_NAMES}[\"']\s*:\s*)[\"'][^\"']*[\"']"), r"\1..."),
+)
+"""What may be a credential in a message, and what is shown in its place."""
 _QUIET_TRIES = 2
 """Tries after which a retry is shown: one that succeeds at once is nothing to look at."""
 
@@ -71,13 +81,13 @@ class Retries:
     def call(self, what: str, act: Callable[[], Result]) -> Result:
         """Returns the result of `act()`. what: names the call in messages, as "writing gs://b/x".
 
-        Raises FileNotFoundError and FileExistsError as they are, RemoteError for any other error
+        Raises FileNotFoundError, FileExistsError and ResourceError as they are, RemoteError for any other error
         that does not pass, and for one that did not pass in all tries.
         """
         for number in range(1, self.tries + 1):
             try:
                 return act()
-            except (FileNotFoundError, FileExistsError):
+            except (FileNotFoundError, FileExistsError, ResourceError):
                 raise
             except Exception as error:
                 if not is_transient(error):
@@ -93,8 +103,17 @@ class Retries:
 
 
 def shown(error: BaseException) -> str:
-    """Returns an error in one line."""
+    """Returns an error in one line, without what may be a credential: a login or the query of a
+    URL, which clients put into their messages."""
     text = " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror
+    text = without_credentials(text)
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+def without_credentials(text: str) -> str:
+    """Returns a text without the logins, queries and authorization headers in it."""
+    for pattern, replacement in _SECRET:
+        text = pattern.sub(replacement, text)
+    return text

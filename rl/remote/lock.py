@@ -23,6 +23,10 @@ from rl.remote.store import Store, Versioned
 
 LOCK = "LOCK"
 _OWNER_FILE = ".remote-owner"
+_LOOKS = 1.5
+"""Renewals for which a lock that has expired is watched: clocks differ."""
+_LONG_S = 86400.0
+"""Seconds since the expiry after which a lock is not watched: no clock is that wrong."""
 _LOG = logging.getLogger("duet.remote")
 
 
@@ -69,7 +73,8 @@ class Lock:
         self._store = store
         self._folder = folder
         self._times = times
-        self._owner = _owner(folder)
+        self.owner = _owner(folder)
+        """The random text of the folder."""
         self._version: str | None = None
         self._expires = 0.0
         self._taken_by: Holder | None = None
@@ -84,24 +89,28 @@ class Lock:
         Raises LockHeld, which names the other run, as soon as that has renewed its lock.
         """
         seen: Versioned | None = None
-        deadline = time.monotonic() + self._times.lease_s
+        began = time.monotonic()
         while True:
             present = self._store.read_versioned(LOCK)
-            holder = None if present is None else _holder(present.data)
-            free = holder is None or self._is_free(holder) or time.monotonic() > deadline
+            holder = None if present is None else holder_in(present.data)
+            is_renewed = (
+                seen is not None and present is not None and seen.version != present.version
+            )
+            watched = 0.0 if is_renewed else time.monotonic() - began
+            free = holder is None or self._is_free(holder, watched)
             if free and self._write(None if present is None else present.version):
                 break
             if holder is not None and not free:
-                if seen is not None and present is not None and seen.version != present.version:
+                if is_renewed:
                     raise LockHeld(self._in_use(holder))
                 if seen is None:
                     _LOG.warning(
-                        "%s/%s is held by %s, which may be gone: waiting until it expires, at "
-                        "most %.0f s",
+                        "%s/%s is held by %s, which may be gone: waiting until it expires and is "
+                        "not renewed, at most %.0f s",
                         self._store.url,
                         LOCK,
                         holder,
-                        min(self._times.lease_s, max(holder.expires - time.time(), 0)),
+                        self._times.lease_s,
                     )
                 seen = present
             time.sleep(self._times.look_s)
@@ -109,7 +118,10 @@ class Lock:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises LockHeld if another run has taken the lock. Renews one that is about to expire."""
+        """Raises LockHeld if another run has taken the lock or it was released. Renews one that is
+        about to expire."""
+        if self._ended.is_set():
+            raise LockHeld(f"run.remote: {self._store.url}: the run has ended")
         if self._taken_by is None and time.time() > self._expires - self._times.lease_s / 4:
             self.renew()
         if self._taken_by is not None:
@@ -121,8 +133,8 @@ class Lock:
             if self._taken_by is not None or self._write(self._version):
                 return
             present = self._store.read_versioned(LOCK)
-            holder = None if present is None else _holder(present.data)
-            is_own = holder is None or holder.owner == self._owner
+            holder = None if present is None else holder_in(present.data)
+            is_own = holder is None or holder.owner == self.owner
             if not is_own or not self._write(None if present is None else present.version):
                 self._taken_by = holder or self._own()
 
@@ -167,7 +179,7 @@ class Lock:
     def _own(self) -> Holder:
         expires = time.time() + self._times.lease_s
         return Holder(
-            self._owner,
+            self.owner,
             socket.gethostname(),
             _machine(),
             os.getpid(),
@@ -175,9 +187,14 @@ class Lock:
             expires,
         )
 
-    def _is_free(self, holder: Holder) -> bool:
-        is_own = holder.owner == self._owner and holder.host == socket.gethostname()
-        return is_own or holder.expires < time.time() or _is_dead(holder)
+    def _is_free(self, holder: Holder, watched: float) -> bool:
+        """Tells whether a lock may be taken. watched: for how many seconds nobody has renewed it:
+        by the clock of another machine it may not have expired."""
+        if (holder.owner == self.owner and holder.host == socket.gethostname()) or _is_dead(holder):
+            return True
+        expired = time.time() - holder.expires
+        needed = _LOOKS * self._times.renew_s if expired > 0 else self._times.lease_s
+        return expired > _LONG_S or watched > needed
 
     def _in_use(self, holder: Holder) -> str:
         left = max(holder.expires - time.time(), 0)
@@ -187,7 +204,7 @@ class Lock:
         )
 
 
-def _holder(data: bytes) -> Holder | None:
+def holder_in(data: bytes) -> Holder | None:
     """Returns the content of a lock; None for content that no run wrote, which nobody renews."""
     try:
         values = json.loads(data)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rl.errors import ResourceError, disk_room
 from rl.remote.faults import DamagedCopy, Retries
 from rl.remote.urls import joined, place_of
 
@@ -24,6 +26,7 @@ _FLAT = {"gs", "gcs", "s3", "s3a", "abfs", "abfss", "az", "oci", "oss", "memory"
 """Schemes of services that list all objects below a name at once."""
 _GENERATIONS = {"gs", "gcs"}
 _PART = ".duet-part-"
+_OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _THREADS = 8
 _TAGS = ("etag", "ETag", "generation", "md5Hash", "content_md5", "checksum", "LastModified")
 _TIMES = ("mtime", "updated", "last_modified", "modified", "created")
@@ -94,12 +97,20 @@ class Store:
 
     def get(self, name: str, file: Path, progress: Callable[[int], object] | None = None) -> None:
         """Writes an object to a local file. progress: gets the bytes that have arrived so far.
-        Raises FileNotFoundError."""
+        Raises FileNotFoundError, and ResourceError if the local disk is full."""
 
         def act() -> None:
             callback = {} if progress is None else {"callback": _callback(progress)}
             size = _facts(self._info(self._path(name))).size
-            self._files.get_file(self._path(name), str(file), **callback)
+            try:
+                self._files.get_file(self._path(name), str(file), **callback)
+            except OSError as error:
+                if error.errno not in _OF_DISK:
+                    raise
+                room = disk_room(file.parent, size)
+                raise ResourceError(
+                    f"{file} cannot be written: {error.strerror} ({room})"
+                ) from None
             if (arrived := file.stat().st_size) != size:
                 raise DamagedCopy(f"{arrived} of {size} bytes arrived")
 
@@ -173,14 +184,36 @@ class Store:
 
     def for_each(self, act: Callable[[Any], None], values: Iterable[Any]) -> None:
         """Calls `act` with each value in a few threads. Raises the first error, once the calls that
-        have begun have ended; the others are left out."""
-        with ThreadPoolExecutor(_THREADS) as pool:
-            try:
-                for each in as_completed([pool.submit(act, value) for value in values]):
-                    each.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        have begun have ended; the others are left out. Ctrl-C does not wait for them, and neither
+        does the end of the process."""
+        left = list(reversed(list(values)))
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            while not errors:
+                try:
+                    value = left.pop()
+                except IndexError:
+                    return
+                try:
+                    act(value)
+                except BaseException as error:
+                    errors.append(error)
+
+        threads = [
+            threading.Thread(target=work, name="remote", daemon=True)
+            for _ in range(min(_THREADS, len(left)))
+        ]
+        try:
+            for each in threads:
+                each.start()
+            for each in threads:
+                each.join()
+        except BaseException as error:
+            errors.append(error)
+            raise
+        if errors:
+            raise errors[0]
 
     def read_versioned(self, name: str) -> Versioned | None:
         """Returns an object with its version; None if there is none."""

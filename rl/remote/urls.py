@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING
 
 from rewards.suggest import nearest
 from rl.errors import ConfigError
+from rl.remote.faults import shown
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_LOGIN = re.compile(r"^\w[\w+.-]*://[^/\s@]*:[^/\s@]*@")
+_LOGIN = re.compile(r"^\w[\w+.-]*://[^/\s@]*:(?!\d+/)[^\s@]*@")
+_SIGNED = re.compile(r"\?.*(signature|sig|token|key|credential|password)=", re.IGNORECASE)
 _EXTRAS = {"gcsfs": "duet-rl[gcs]"}
 CREDENTIALS = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
@@ -50,6 +52,11 @@ def problem_of(url: str) -> str | None:
     if _LOGIN.match(url):
         where = CREDENTIALS.get(scheme, "the environment, or a file of fsspec's configuration")
         return f"a URL with a password is refused, since it is printed and saved. Set {where}"
+    if _SIGNED.search(url):
+        return (
+            "a URL with a signature or a token is refused, since it is printed and saved. Set "
+            f"{CREDENTIALS.get(scheme, 'the credentials in the environment')}"
+        )
     if not _URL.match(url)[2].strip("/"):  # pyright: ignore[reportOptionalSubscript]
         return f"{url} names no folder; write {scheme}://bucket/folder"
     if scheme in registry:
@@ -90,7 +97,7 @@ def place_of(url: str) -> RemotePath:
         raise ConfigError(f"{url}: its client cannot be imported: {error}") from None
     except Exception as error:  # clients raise errors of their own, for missing credentials too
         hint = f" (credentials: {CREDENTIALS[scheme]})" if scheme in CREDENTIALS else ""
-        raise ConfigError(f"{url}: {type(error).__name__}: {error}{hint}") from None
+        raise ConfigError(f"{url}: {shown(error)}{hint}") from None
     return RemotePath(made, str(path).rstrip("/"))
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     ArrayOrShape: TypeAlias = jax.Array | jax.ShapeDtypeStruct
 
 _OS_ERROR = "os_error_code="
+_OF_PARTS = ("Global object size logging disabled", "[process")
 
 
 class ArrayDescription(TypedDict):
@@ -32,10 +33,16 @@ class ArrayDescription(TypedDict):
 
 
 class ArrayStore:
-    """Writes and reads arrays by name. All processes call the same methods in the same order."""
+    """Writes and reads arrays by name. All processes call the same methods in the same order.
 
-    def __init__(self):
+    apart: each process has a folder of its own, where it writes the shards of its devices, one file
+    a shard: the files of all, put together, can be read as those that processes wrote to one
+    folder.
+    """
+
+    def __init__(self, *, apart: bool = False):
         self._orbax: Any = None
+        self._apart = apart
 
     def begin(self, path: Path, arrays: Mapping[str, jax.Array]) -> None:
         """Copies arrays to the host, in the caller's thread, and starts to write them to `path`.
@@ -101,10 +108,35 @@ class ArrayStore:
             # If Orbax makes directories in the background, a failure there is a wait of ten minutes
             # for a signal.
             options = ocp.AsyncOptions(create_directories_asynchronously=False)
-            self._orbax = ocp.AsyncCheckpointer(
-                ocp.PyTreeCheckpointHandler(), async_options=options
+            self._orbax = (
+                _alone(options)
+                if self._apart
+                else ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), async_options=options)
             )
         return self._orbax
+
+
+def _alone(options: Any) -> Any:
+    """Returns a checkpointer of Orbax that waits for no other process, and writes the metadata of
+    arrays in each. Its files are not merged to OCDBT: no process has all of them."""
+    import jax
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint import type_handlers
+
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=None, active_processes={processes.index()}
+    )
+    arrays = type_handlers.ArrayHandler(
+        primary_host=None,
+        replica_id=0,
+        use_replica_parallel=False,
+        enable_write_sharding_file=False,
+    )
+    registry = type_handlers.create_type_handler_registry((jax.Array, arrays))
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False, multiprocessing_options=alone, type_handler_registry=registry
+    )
+    return ocp.AsyncCheckpointer(handler, async_options=options, multiprocessing_options=alone)
 
 
 def by_name(tree: object) -> dict[str, Any]:
@@ -146,10 +178,11 @@ def _is_not_repeated(record: logging.LogRecord) -> bool:
     """Returns False for records of errors that Orbax also raises to the caller.
 
     Orbax logs a background error four times with its traceback (200 lines). Its writers that fail
-    after the first one appear in asyncio's log when the garbage is collected.
+    after the first one appear in asyncio's log when the garbage is collected. Of processes with
+    folders of their own it warns at each save that it does not do what they do without.
     """
     if not record.exc_info:
-        return True
+        return not (record.getMessage().startswith(_OF_PARTS) and record.levelno < logging.ERROR)
     files = [
         record.pathname,
         *(frame.filename for frame in traceback.extract_tb(record.exc_info[2])),

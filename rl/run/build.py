@@ -80,12 +80,14 @@ def run(
     """
     config = prepared.config
     writing = partial(timeline.span, "writing a checkpoint", CHECKPOINTS)
+    parts = folder.parts
     checkpoints = Checkpoints(
-        folder.path / CHECKPOINT_FOLDER,
+        (folder.path if parts is None else parts.folder) / CHECKPOINT_FOLDER,
         config.run.keep_checkpoints,
         writing,
         best.named_by,
         checkpoint_written,
+        parts,
     )
     with timeline.span("looking for a checkpoint"):
         saved = checkpoints.host()
@@ -125,6 +127,7 @@ def run(
             stop=stop,
             programs=ProgramMemoryLog(folder.path),
             saved=saved,
+            common_folder=parts is None,
             tables=media_tables(config, prepared, decoder.graph) if has_media else None,
         )
     finally:

@@ -14,7 +14,8 @@ moment leaves a complete checkpoint or one that is recognised as unfinished, and
 save.
 
 Several processes, which all see the directory, write and read the shards of their own devices. The
-first process does everything else.
+first process does everything else. Where each process has a directory of its own
+(rl/run/mirror/parts.py), each does everything for its part.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,8 @@ from policy.mesh import processes, serialization
 from rl.cluster.launch import on_first
 from rl.errors import ModelError, disk_room
 from rl.run.arrays import ArrayDescription, ArrayStore, by_name, description, is_storage_error
-from rl.run.manifest import HOST, complete, examine, seal, sync_directory
+from rl.run.manifest import HOST, PART, complete, examine, seal, sync_directory
+from rl.run.mirror.parts import Parts
 
 if TYPE_CHECKING:
     from rl.run.arrays import ArrayOrShape
@@ -69,7 +71,10 @@ class Checkpoints:
       writing: a context around every write in the background.
       needed: returns the numbers of further checkpoints that stay as long as a checkpoint with this
       host does.
-      written: called in the background when a checkpoint is complete, on the first process.
+      written: called in the background when a checkpoint is complete, on the first process; with
+      parts, on each when its part is.
+      parts: the part of this process in checkpoints of which each process has its own folder; None:
+      all processes see the directory.
     """
 
     def __init__(
@@ -79,6 +84,7 @@ class Checkpoints:
         writing: Callable[[], AbstractContextManager] = contextlib.nullcontext,
         needed: Callable[[dict], Iterable[int]] = lambda host: (),
         written: Callable[[], None] = lambda: None,
+        parts: Parts | None = None,
     ):
         if keep < 1:
             raise ValueError(f"keep is {keep}: at least the newest checkpoint has to stay")
@@ -93,7 +99,8 @@ class Checkpoints:
         )  # names of the directories in which this object wrote, or tried to
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._arrays = ArrayStore()
+        self._parts = parts
+        self._arrays = ArrayStore(apart=parts is not None)
         self._bytes = 0  # of the arrays of the newest save
 
     def save(self, number: int, arrays: object, host: dict, wait: bool = False) -> None:
@@ -128,12 +135,13 @@ class Checkpoints:
         temporary = self.directory / f"{number:010d}.tmp-{len(self._attempts) + 1}"
         self._attempts.add(temporary.name)
         try:
-            if (
-                error := processes.broadcast(
-                    self._make_directory(temporary) if processes.first() else None
-                )
-            ) is not None:
-                raise error
+            error = self._make_directory(temporary) if self._writes else None
+            for each in processes.all_gather_object(error):
+                if each is not None:
+                    raise each
+            if self._parts is not None:
+                self._parts.ask(number)
+                content[PART] = self._parts.content(len(self._attempts))
             self._arrays.begin(temporary / ARRAYS, named)
         except Exception as error:
             self._not_saved(number, error)
@@ -161,8 +169,7 @@ class Checkpoints:
           dtypes differ from the
             template's.
         """
-        self.wait()
-        good = on_first(self._newest_good)
+        good = self._newest()
         return None if good is None else (good.number, self.read(good, template), good.host)
 
     def read(self, checkpoint: _Good, template: object) -> Any:
@@ -171,7 +178,11 @@ class Checkpoints:
 
         requested = by_name(template)
         _compare(checkpoint.path, checkpoint.manifest["arrays"], requested)
-        restored = self._arrays.read(checkpoint.path / ARRAYS, requested)
+        if self._parts is None:
+            restored = self._arrays.read(checkpoint.path / ARRAYS, requested)
+        else:
+            with self._parts.put_together(checkpoint.number, requested) as folder:
+                restored = self._arrays.read(folder / ARRAYS, requested)
         return jax.tree.unflatten(
             jax.tree.structure(template), [restored[name] for name in requested]
         )
@@ -183,16 +194,18 @@ class Checkpoints:
         return on_first(partial(self._find, number))
 
     def numbers(self) -> set[int]:
-        """Returns the numbers of all finished checkpoints, damaged ones included. Waits for a save
-        that is running."""
+        """Returns the numbers of all finished checkpoints, damaged ones included; with parts, of
+        those that every process has. Waits for a save that is running."""
         self.wait()
-        return set(on_first(lambda: [number for number, _ in self._complete()]))
+        if self._parts is None:
+            return set(on_first(lambda: [number for number, _ in self._complete()]))
+        own = [number for number, _ in self._complete()]
+        return set.intersection(*map(set, processes.all_gather_object(own)))
 
     def host(self) -> tuple[int, dict] | None:
         """Returns number and host of the checkpoint that `restore` would take. Loads no arrays, but
         hashes them."""
-        self.wait()
-        good = on_first(self._newest_good)
+        good = self._newest()
         return None if good is None else (good.number, good.host)
 
     def wait(self) -> None:
@@ -215,6 +228,11 @@ class Checkpoints:
 
     # Writing.
 
+    @property
+    def _writes(self) -> bool:
+        """Whether this process makes directories and manifests."""
+        return self._parts is not None or processes.first()
+
     def _make_directory(self, temporary: Path) -> OSError | None:
         """Makes the directory of a new attempt. Returns the error if that fails."""
         try:
@@ -230,7 +248,7 @@ class Checkpoints:
         try:
             with self._writing():
                 self._arrays.wait()
-                if not processes.first():
+                if not self._writes:
                     return
                 (temporary / HOST).write_text(host_text)
                 seal(temporary, content)
@@ -262,7 +280,7 @@ class Checkpoints:
         good = [
             (number, path, needs)
             for number, path in self._complete()
-            if path.name not in self._damaged and not examine(path, hashes=False)[1]
+            if path.name not in self._damaged and not examine(path, hashes=False, part=True)[1]
             if (needs := self._needs(path)) is not None
         ]
         needed = set().union(*(needs for _, _, needs in good[: self.keep]))
@@ -286,7 +304,7 @@ class Checkpoints:
         """Logs a storage error with the newest safe checkpoint; raises any other error."""
         self._arrays.discard()
         # Writers of the failed save may still be at work, for as long as one write takes.
-        for _ in range(20 if processes.first() else 0):
+        for _ in range(20 if self._writes else 0):
             self._sweep()
             if not any(self._entries(_UNFINISHED)):
                 break
@@ -314,12 +332,19 @@ class Checkpoints:
             )
 
     def _sweep(self) -> None:
-        for path in self._entries(_UNFINISHED) if processes.first() else ():
+        for path in self._entries(_UNFINISHED) if self._writes else ():
             shutil.rmtree(path, ignore_errors=True)
 
     # Reading.
 
-    def _newest_good(self) -> _Good | None:
+    def _newest(self) -> _Good | None:
+        if self._parts is None:
+            self.wait()
+            return on_first(self._newest_good)
+        return on_first(partial(self._newest_good, self.numbers()))
+
+    def _newest_good(self, numbers: Collection[int] | None = None) -> _Good | None:
+        """Returns the newest undamaged checkpoint with one of these numbers; None: with any."""
         for path in self._entries(_UNFINISHED):
             if (
                 path.name in self._attempts
@@ -331,7 +356,9 @@ class Checkpoints:
                 )
         problems = []
         for number, path in self._complete():
-            good, wrong = _examined(number, path)
+            if numbers is not None and number not in numbers:
+                continue
+            good, wrong = self._examined(number, path)
             if good is not None:
                 return good
             self._damaged.add(path.name)
@@ -348,26 +375,25 @@ class Checkpoints:
         for each, path in self._complete():
             if each != number:
                 continue
-            good, wrong = _examined(number, path)
+            good, wrong = self._examined(number, path)
             if good is None:
                 _log.warning("%s", damaged(number, path, wrong))
             return good
         _log.warning("%s holds no checkpoint %d", self.directory, number)
         return None
 
+    def _examined(self, number: int, path: Path) -> tuple[_Good | None, Sequence[str]]:
+        """Returns (the checkpoint, None if it is damaged; what is wrong with it)."""
+        manifest, wrong = examine(path, part=self._parts is not None)
+        if manifest is None or wrong:
+            return None, wrong
+        return _Good(number, path, manifest, json.loads((path / HOST).read_text())), wrong
+
     def _complete(self) -> list[tuple[int, Path]]:
         return complete(self.directory)
 
     def _entries(self, pattern: re.Pattern[str]) -> Iterator[Path]:
         return iter(_matching(self.directory, pattern))
-
-
-def _examined(number: int, path: Path) -> tuple[_Good | None, Sequence[str]]:
-    """Returns (the checkpoint, None if it is damaged; what is wrong with it)."""
-    manifest, wrong = examine(path)
-    if manifest is None or wrong:
-        return None, wrong
-    return _Good(number, path, manifest, json.loads((path / HOST).read_text())), wrong
 
 
 def damaged(number: int, path: Path, wrong: Sequence[str]) -> str:

@@ -16,15 +16,15 @@ from safetensors import SafetensorError
 
 from policy.mesh import processes
 from rewards.text import quoted
+from rl.cluster.folders import SHOWN_AFTER_S, copy_to_all
 from rl.cluster.launch import on_first, raise_on_all
 from rl.config import files
 from rl.config.run import RunConfig
 from rl.errors import ConfigError, ResourceError, disk_room, no_room
+from rl.run.mirror.parts import Parts
 from rl.run.resume.continued import check_same, continued, folder_state, saved
 from rl.run.unfinished import stop
 
-_SHOWN_AFTER_S = 60.0
-"""Seconds after which a file of one machine shows on another, on network file systems."""
 _LOOK_S = 0.1
 
 
@@ -75,22 +75,29 @@ class RunFolder:
     """
 
     def __init__(
-        self, config: RunConfig, before: tuple | None = None, lock: FolderLock | None = None
+        self,
+        config: RunConfig,
+        before: tuple | None = None,
+        lock: FolderLock | None = None,
+        parts: Parts | None = None,
     ):
         """before: what `folder_state` returned when the changes of the configuration were made;
-        None: it has not changed. lock: that of the directory, if the caller holds it."""
+        None: it has not changed. lock: that of the directory, if the caller holds it. parts: of
+        processes that do not all see the directory."""
         self.path = config.directory
         self._config = config
         self._before = before
         self._own_lock = FolderLock(self.path)
         self._lock = lock or self._own_lock
+        self.parts = parts
         self._aside: stop.StoppedAt | None = None  # the place of an export that `begin` moves aside
         self._begun = False
 
     def __enter__(self) -> RunFolder:
         on_first(self._take)
         try:
-            _check_shared(self.path)
+            if self.parts is None:
+                _check_shared(self.path)
         except BaseException:
             self.__exit__()
             raise
@@ -146,12 +153,18 @@ class RunFolder:
         one step."""
         if not on_first(directory.is_dir):
             self._in_one_step(directory, write)
+            self._share(directory)
 
     def write_anew(self, directory: Path, write: Callable[[Path], None], size: int = 0) -> None:
         """Calls `write(directory)` to fill a directory, in place of one that exists. The directory
         appears in one step. size: as in `export`."""
         on_first(lambda: shutil.rmtree(directory, ignore_errors=True))
         self._in_one_step(directory, write, size)
+        self._share(directory)
+
+    def _share(self, directory: Path) -> None:
+        if self.parts is not None:
+            copy_to_all(directory)
 
     def _in_one_step(self, directory: Path, write: Callable[[Path], None], size: int = 0) -> Path:
         """Calls `write` in every process. Returns when the directory is there."""
@@ -161,6 +174,8 @@ class RunFolder:
         else:
             write(unfinished)
         processes.broadcast(None)  # it is there
+        if self.parts is not None:  # of a copy that was read back
+            shutil.rmtree(unfinished, ignore_errors=True)
         return directory
 
     def _write(
@@ -248,7 +263,7 @@ def _check_shared(path: Path) -> None:
             (path / name).unlink(missing_ok=True)
 
 
-def wait_for_file(file: Path, seconds: float = _SHOWN_AFTER_S) -> None:
+def wait_for_file(file: Path, seconds: float = SHOWN_AFTER_S) -> None:
     """Returns when this process sees a file that the first process has written. Raises
     ConfigError."""
     end = time.monotonic() + seconds
@@ -256,6 +271,7 @@ def wait_for_file(file: Path, seconds: float = _SHOWN_AFTER_S) -> None:
         if time.monotonic() > end:
             raise ConfigError(
                 f"run.dir: process {processes.index()} on {socket.gethostname()} does not see the "
-                f"{file.parent} of the first process; name a folder that all processes share"
+                f"{file.parent} of the first process; name a folder that all processes share, or "
+                "set run.remote"
             )
         time.sleep(_LOOK_S)

@@ -57,7 +57,7 @@ def _run(config: RunConfig, mirror: OpenMirror) -> None:
     state_before = folder_state(config.directory)
     with (
         prepared_run(config) as prepared,
-        RunFolder(prepared.config, state_before, mirror.lock) as folder,
+        RunFolder(prepared.config, state_before, mirror.lock, mirror.parts) as folder,
         StopSignal() as stop,
     ):
         if is_finished(folder):

@@ -1,7 +1,8 @@
 """A directory whose last file, manifest.json, holds the size and SHA-256 of every other one.
 
 The manifest's own "sha256" covers its other keys, so that every change in the directory is
-detected.
+detected. A manifest with the key "part" is of a checkpoint of which other processes have the other
+files, in folders of their own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 CHECKPOINT_FOLDER = "checkpoints"  # of a run
 HOST = "host.json"  # of a checkpoint: what it holds besides arrays
+PART = "part"
+_PART = "holds the shards of process {process} of {processes} only"
 _COMPLETE = re.compile(r"(\d+)(\.replaced)?")
 # A network file system answers many reads at once; one core hashes about 1 GB a second.
 _THREADS = 8
@@ -38,10 +41,9 @@ def seal(directory: Path, content: JsonObject) -> None:
     files = {
         name: {"size": s, "sha256": h} for name, s, h in zip(names, sizes, hashes, strict=True)
     }
-    manifest = {**content, "format": FORMAT, "files": files}
     temporary = directory / f"{MANIFEST}.tmp"
     with temporary.open("w") as file:
-        file.write(_canonical({**manifest, "sha256": _digest(manifest)}))
+        file.write(manifest_text(content, files))
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(directory / MANIFEST)
@@ -49,11 +51,21 @@ def seal(directory: Path, content: JsonObject) -> None:
         sync_directory(parent)
 
 
-def examine(directory: Path, hashes: bool = True) -> tuple[dict[str, Any] | None, list[str]]:
+def manifest_text(content: JsonObject, files: JsonObject) -> str:
+    """Returns a manifest: `content`, "format", "files" and "sha256". files: size and SHA-256 of each
+    by its name."""
+    manifest = {**content, "format": FORMAT, "files": files}
+    return _canonical({**manifest, "sha256": _digest(manifest)})
+
+
+def examine(
+    directory: Path, hashes: bool = True, *, part: bool = False
+) -> tuple[dict[str, Any] | None, list[str]]:
     """Returns (manifest, problems): "FILE: problem" for each file that has changed since `seal`.
 
     The manifest is None where it is itself missing or altered. Without `hashes` only the files'
-    names and sizes are compared. Nothing is raised: what cannot be read is in the list.
+    names and sizes are compared. part: whether the part of one process is enough; else that it is
+    one is a problem. Nothing is raised: what cannot be read is in the list.
     """
     try:
         manifest, problem = _read_manifest(directory / MANIFEST)
@@ -61,7 +73,8 @@ def examine(directory: Path, hashes: bool = True) -> tuple[dict[str, Any] | None
             return None, [f"{MANIFEST}: {problem}"]
         recorded = manifest["files"]
         present = _files(directory)
-        problems = [f"{name}: missing" for name in recorded.keys() - set(present)]
+        problems = [] if part or PART not in manifest else [_PART.format(**manifest[PART])]
+        problems += [f"{name}: missing" for name in recorded.keys() - set(present)]
         problems += [
             f"{name}: not one of the files that were saved"
             for name in set(present) - recorded.keys()

@@ -100,7 +100,10 @@ class Progress:
 
 @dataclass
 class Context:
-    """The objects that the stages of a run share."""
+    """The objects that the stages of a run share.
+
+    common_folder: whether all processes see the folder of the run.
+    """
 
     config: RunConfig
     tokenizer: Any
@@ -111,6 +114,7 @@ class Context:
     progress: Progress
     timeline: Timeline
     tables: MediaTables | None  # None: no row of the run has pictures or sounds
+    common_folder: bool = field(default=True, kw_only=True)
 
     def media_table(
         self, expanded: Sequence[Expanded | None], *, counted: bool = True, again: bool = False

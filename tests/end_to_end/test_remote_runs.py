@@ -2,6 +2,7 @@
 disturbed."""
 
 import json
+import os
 import shutil
 import signal
 
@@ -11,7 +12,8 @@ import test_processes as processes
 
 from rl.records.run_files import attempts
 from rl.remote.store import Store
-from rl.run.manifest import complete
+from rl.run.manifest import complete, examine
+from rl.run.mirror.requests import is_shard
 
 
 @pytest.mark.slow
@@ -59,3 +61,78 @@ def test_processes_that_are_interrupted_wait_for_the_upload_and_go_on_elsewhere(
     assert [code for code, _, _ in done] == [0, 0], done
     assert "is fetched to" in done[0][2]
     assert "export/model.safetensors" in Store(url).list()
+
+
+SPLIT = ("mesh.fsdp=2", "generator.rules=stationary")
+
+
+def apart(place, *more, count: int = 2, devices: int = 1) -> list:
+    """Starts `rl-train` in processes with folders of their own."""
+    environment = processes.on_devices(devices) | {"COUNTED": str(place / "counted")}
+    join = ["--processes", str(count), "--coordinator", processes.address()]
+    return [
+        launch.process(
+            *launch.arguments(place / f"machine-{i}", *processes.RUN, *SPLIT, *more),
+            *join,
+            "--process",
+            str(i),
+            environment=environment,
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.slow
+def test_processes_without_a_common_folder_go_on_to_the_same_bits(tmp_path):
+    """All are killed after a checkpoint, their folders are gone, and two other machines go on; then
+    one process with both devices reads the checkpoints of the two."""
+    remote = f"run.remote=file://{tmp_path}/remote"
+    steps = f"stages={json.dumps([processes.GRPO | {'steps': 4}])}"
+    done = processes.finish(processes.start(tmp_path / "run", 2, 1, "mesh.fsdp=2", steps))
+    assert [code for code, _, _ in done] == [0, 0], done
+
+    first = tmp_path / "first"
+    first.mkdir()
+    running = apart(first, remote, steps)
+    folders = tmp_path / "remote/checkpoints"
+    launch.wait_for(lambda: list(folders.glob("*/manifest.json")), running[0])
+    for each in running:
+        os.killpg(each.pid, signal.SIGKILL)
+    processes.finish(running)
+    kept = tmp_path / "kept"
+    shutil.copytree(tmp_path / "remote", kept)
+    shutil.rmtree(first)
+    expire(tmp_path / "remote/LOCK")
+
+    second = tmp_path / "second"
+    second.mkdir()
+    done = processes.finish(apart(second, remote, steps))
+    assert [code for code, _, _ in done] == [0, 0], done
+    assert "is fetched to" in done[0][2], done
+    launch.assert_same_run(second / "machine-0", tmp_path / "run")
+    assert "export/model.safetensors" in Store(remote.partition("=")[2]).list()
+    parts = (second / "machine-0", second / "machine-1/process-1")
+    numbers = [complete(each / "checkpoints")[0] for each in parts]
+    assert numbers[0][0] == numbers[1][0] == complete(folders)[0][0]
+    shards = [
+        {
+            file.relative_to(path)
+            for file in path.rglob("*")
+            if file.is_file() and is_shard(file.name)
+        }
+        for _, path in numbers
+    ]
+    assert shards[0] and shards[1] and not shards[0] & shards[1]
+    assert examine(complete(folders)[0][1])[1] == []
+
+    expire(kept / "LOCK")
+    [(code, out, err)] = processes.finish(
+        processes.start(tmp_path / "alone", 1, 2, *SPLIT, steps, f"run.remote=file://{kept}")
+    )
+    assert code == 0 and "continuing" in out, (out, err)
+    processes.assert_same_numbers(tmp_path / "alone", tmp_path / "run")
+
+
+def expire(lock) -> None:
+    """Has a lock look as if somebody had waited for it."""
+    lock.write_text(json.dumps(json.loads(lock.read_text()) | {"expires": 0}))

@@ -70,8 +70,10 @@ NOT_RUN = {
     "pip install 'duet-rl[gcs]'",  # test_mirror.py and test_remote_runs.py use remote folders
     "gcloud auth application-default login",
     "rl doctor --remote gs://my-bucket/runs/first",
-    "rl fetch gs://my-bucket/runs/first runs/copy && rl report runs/copy",
+    "rl report gs://my-bucket/runs/first --open",  # test_remote_views.py
+    "rl doctor gs://my-bucket/runs/first",
     "rl fetch gs://my-bucket/runs/first runs/copy --weights",
+    "rl chat runs/copy",
     "rl-train configs/my_run.yml model=gs://my-bucket/models/base "
     "data=gs://my-bucket/rows/train.jsonl",
     "rl generate gs://my-bucket/models/base --prompts prompts.txt",

@@ -13,9 +13,9 @@ import faulty_files
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from rl.errors import ConfigError
+from rl.errors import ConfigError, ResourceError
 from rl.remote import lock as lock_module
-from rl.remote.faults import RemoteError, Retries, is_transient
+from rl.remote.faults import RemoteError, Retries, is_transient, shown
 from rl.remote.lock import LOCK, LeaseTimes, Lock, LockHeld
 from rl.remote.store import Store
 from rl.remote.urls import is_remote, problem_of, scheme_of
@@ -182,6 +182,43 @@ def test_a_scheme_without_its_client_names_the_package(monkeypatch, scheme, modu
     assert install in str(raised.value)
 
 
+def test_no_credential_reaches_a_message():
+    """Of a URL, and of the messages of clients, which have URLs and headers in them."""
+    for url in (
+        "sftp://user:pass/word@host/folder",
+        "https://host/rows.jsonl?X-Amz-Signature=abc",
+        "https://host/rows.jsonl?sv=1&sig=abc%3D",
+    ):
+        problem = problem_of(url)
+        assert problem is not None and "refused" in problem and "abc" not in problem
+        assert "word" not in problem.replace("password", "")
+    assert problem_of("sftp://host:22/folder/a@b") != "refused"
+    for text in (
+        "404, message='Gone', url='https://host/o?alt=media&sig=SECRET'",
+        "cannot open sftp://me:SECRET@host/folder",
+        "refused: Authorization: Bearer SECRET.SECRET",
+        'bad request {"client_secret": "SECRET", "a": 1}',
+        "AccountName=a;AccountKey=SECRET==;End",
+    ):
+        said = shown(OSError(text))
+        assert "SECRET" not in said and "..." in said, said
+    assert shown(OSError("abfs://container@account/x is gone: key: none")).endswith("key: none")
+
+
+def test_a_full_local_disk_is_named_and_not_tried_again(tmp_path):
+    store("faulty://bucket/run").write("a", b"12345678")
+    tried = []
+
+    def full(call):
+        tried.append(call.path)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    faulty_files.use(full, names=("get_file",))
+    with pytest.raises(ResourceError, match=f"{tmp_path}/a cannot be written: No space left.*free"):
+        store("faulty://bucket/run").get("a", tmp_path / "a")
+    assert len(tried) == 1
+
+
 def test_of_two_runs_one_gets_the_lock_and_the_other_is_refused_by_name(url, tmp_path):
     first = Lock(store(url), tmp_path / "first", TIMES)
     first.acquire()
@@ -232,7 +269,8 @@ def test_the_lock_of_a_process_that_is_gone_on_this_machine_is_free(tmp_path):
     values = json.loads(store().read(LOCK)) | {"process": ended.pid}
     store().write(LOCK, json.dumps(values | {"machine": "of another start"}).encode())
     other = Lock(store(), tmp_path / "other", TIMES)
-    assert not other._is_free(lock_module._holder(store().read(LOCK)))
+    holder = lock_module.holder_in(store().read(LOCK))
+    assert holder is not None and not other._is_free(holder, watched=0)
     store().write(LOCK, json.dumps(values).encode())
     other.acquire()
     other.release()
@@ -241,6 +279,29 @@ def test_the_lock_of_a_process_that_is_gone_on_this_machine_is_free(tmp_path):
 
 def test_a_lock_of_a_clock_that_is_far_ahead_is_taken_when_nobody_has_renewed_it(tmp_path):
     left = _left_behind(tmp_path / "first", lease_s=1e6)
+    second = Lock(store(), tmp_path / "second", TIMES)
+    second.acquire()
+    second.release()
+    left._ended.set()
+
+
+def test_a_lock_of_a_clock_that_is_behind_is_not_taken_while_it_is_renewed(tmp_path):
+    """By the clock of this machine it has always expired."""
+    left = _left_behind(tmp_path / "first", lease_s=-300)
+    ended = threading.Event()
+
+    def renew():
+        while not ended.wait(0.02):
+            left.renew()
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        with pytest.raises(LockHeld, match="first"):
+            Lock(store(), tmp_path / "second", TIMES).acquire()
+    finally:
+        ended.set()
+        thread.join()
     second = Lock(store(), tmp_path / "second", TIMES)
     second.acquire()
     second.release()

@@ -21,7 +21,9 @@ HELP = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
-    parser.add_argument("first", type=os.path.expanduser, metavar="RUN", help="folder of a run")
+    parser.add_argument(
+        "first", type=os.path.expanduser, metavar="RUN", help="folder or URL of a run"
+    )
     parser.add_argument(
         "others",
         nargs="+",
@@ -44,9 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compares the runs and returns the exit code."""
+    from rl.run.mirror.viewed import local_run
     from rl.views.report import command
 
-    runs = [arguments.first, *arguments.others]
+    runs = [local_run(each) for each in (arguments.first, *arguments.others)]
     part = command.part_of(arguments.stage, arguments.steps)
     if arguments.text:
         return command.compare_text(runs, part)

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=os.path.expanduser,
         metavar="RUN | CONFIG | key=value",
-        help="folder of a run, or files and overrides",
+        help="folder or URL of a run, or files and overrides",
     )
     parser.add_argument(
         "--json",
@@ -36,8 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the verdict or the explanation. Returns 0, also for an ill run."""
-    if len(arguments.config) == 1 and Path(arguments.config[0]).is_dir():
-        return explain_run(arguments.config[0], arguments.json)
+    from rl.remote.urls import is_remote
+
+    first = arguments.config[0]
+    if len(arguments.config) == 1 and (is_remote(first) or Path(first).is_dir()):
+        from rl.run.mirror.viewed import local_run
+
+        return explain_run(local_run(first), arguments.json)
     from rl.run.health import outline
     from rl.run.load import load
 

@@ -19,7 +19,7 @@ exit codes: 0 done; 2 no run there; 3 damaged lines (the report is written, and 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument(
-        "runs", nargs="+", type=os.path.expanduser, metavar="RUN", help="folder of a run"
+        "runs", nargs="+", type=os.path.expanduser, metavar="RUN", help="folder or URL of a run"
     )
     parser.add_argument(
         "-o",
@@ -55,14 +55,17 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Writes the report and returns the exit code."""
+    from rl.run.mirror.viewed import local_run
     from rl.views.report import command
 
+    runs = [local_run(each) for each in arguments.runs]
+    against = None if arguments.against is None else local_run(arguments.against)
     options = command.ReportFlags(
         output=arguments.output,
         samples=arguments.samples,
         part=command.part_of(arguments.stage, arguments.steps),
-        against=arguments.against,
+        against=against,
         json=arguments.json,
         open=arguments.open,
     )
-    return command.report(arguments.runs, options)
+    return command.report(runs, options)

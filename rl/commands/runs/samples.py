@@ -34,7 +34,7 @@ changed meanwhile"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument(
-        "run_directory", type=os.path.expanduser, metavar="RUN", help="folder of a run"
+        "run_directory", type=os.path.expanduser, metavar="RUN", help="folder or URL of a run"
     )
     parser.add_argument("filter", nargs="*", metavar="FILTER", help="terms that a sample must meet")
     parser.add_argument(
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the samples and returns the exit code."""
     from rl.errors import ConfigError
+    from rl.run.mirror.viewed import local_run
     from rl.views.viewer import terminal
 
     if arguments.limit < 1:
@@ -67,10 +68,11 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.tokens,
         arguments.json,
     )
+    directory = local_run(arguments.run_directory)
     if arguments.rescore is None:
-        return terminal.show(arguments.run_directory, options)
-    options_of, limits = _rewards(arguments.rescore, arguments.run_directory)
-    return terminal.show_rescored(arguments.run_directory, options, options_of, limits)
+        return terminal.show(directory, options)
+    options_of, limits = _rewards(arguments.rescore, directory)
+    return terminal.show_rescored(directory, options, options_of, limits)
 
 
 def _rewards(source: str, directory: str) -> tuple[Callable[[str], RunnerOptions], dict[str, int]]:

@@ -19,7 +19,7 @@ exit codes: 0 done; 2 no run there, or another host without a token file; 5 the 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of the verb."""
     parser.add_argument(
-        "run_directory", type=os.path.expanduser, metavar="RUN", help="folder of a run"
+        "run_directory", type=os.path.expanduser, metavar="RUN", help="folder or URL of a run"
     )
     parser.add_argument("--port", type=int, default=0, metavar="N", help="default: a free port")
     parser.add_argument(
@@ -41,14 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves the page until Ctrl-C, or writes the folder. Returns the exit code."""
+    from rl.run.mirror.viewed import local_run
+
+    directory = local_run(arguments.run_directory)
     if arguments.static is not None:
         from rl.views.viewer import static
 
-        return static.write(arguments.run_directory, arguments.static)
+        return static.write(directory, arguments.static)
     from rl.views.viewer import serve
 
     return serve.serve(
-        arguments.run_directory,
+        directory,
         arguments.host,
         arguments.port,
         arguments.token_file,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,6 +25,7 @@ from rl.run.manifest import CHECKPOINT_FOLDER, MANIFEST, complete, examine, file
 from rl.run.mirror.remote_run import FILES, Listing, RemoteCheckpoint, RemoteRun
 
 _FETCHING = "tmp-remote"
+_TRIES = 4
 _LOG = logging.getLogger("duet.remote")
 
 
@@ -36,7 +38,7 @@ class Fetched:
     problems: tuple[str, ...] = ()
 
 
-class _Damaged(Exception):
+class Damaged(Exception):
     """A checkpoint or folder that cannot be used; the text says why."""
 
 
@@ -47,10 +49,32 @@ def fetch(remote: RemoteRun, run: Path) -> Fetched:
     Raises ConfigError if the folders hold different runs, or the remote one something else,
     RemoteError if it cannot be read or holds damaged checkpoints only, ResourceError without room.
     """
-    listing = Listing(remote.store.list())
+    listing = look(remote, run)
     checkpoints = complete(run / CHECKPOINT_FOLDER)
     undamaged = [n for n, path in checkpoints if not examine(path, hashes=False)[1]]
-    _check_same_run(remote, run, listing)
+    newer = [each for each in listing.checkpoints() if not undamaged or each.number > undamaged[0]]
+    if not newer and checkpoints:
+        return Fetched(None)
+    with written_to(run):
+        return _fetch_newest(remote, run, listing, newer)
+
+
+@contextmanager
+def written_to(run: Path) -> Iterator[None]:
+    """Raises ResourceError, with the room that there is, where the folder of a run cannot be
+    written."""
+    try:
+        yield
+    except OSError as error:
+        room = f" ({disk_room(run)})" if no_room(error) else ""
+        raise ResourceError(f"run.dir: {run}: {error}{room}") from None
+
+
+def look(remote: RemoteRun, run: Path) -> Listing:
+    """Returns the objects of the remote folder, whose checkpoints `remote` then knows. Raises
+    ConfigError if the folders hold different runs, or the remote one something else."""
+    listing = Listing(remote.store.list())
+    check_same_run(remote, run, listing)
     remote.known |= {each.name for each in listing.checkpoints()}
     for each in listing.unfinished():
         _LOG.warning(
@@ -59,14 +83,7 @@ def fetch(remote: RemoteRun, run: Path) -> Fetched:
             each.folder,
             MANIFEST,
         )
-    newer = [each for each in listing.checkpoints() if not undamaged or each.number > undamaged[0]]
-    if not newer and checkpoints:
-        return Fetched(None)
-    try:
-        return _fetch_newest(remote, run, listing, newer)
-    except OSError as error:
-        room = f" ({disk_room(run)})" if no_room(error) else ""
-        raise ResourceError(f"run.dir: {run}: {error}{room}") from None
+    return listing
 
 
 def fetch_copy(url: str, run: Path, *, weights: bool, retries: Retries = Retries(tries=5)) -> None:
@@ -80,14 +97,27 @@ def fetch_copy(url: str, run: Path, *, weights: bool, retries: Retries = Retries
     listing = Listing(remote.store.list())
     if not listing.records():
         raise ConfigError(f"{url}: no run there")
-    _check_same_run(remote, run, listing)
+    check_same_run(remote, run, listing)
     if weights:
         fetch(remote, run)
     elif complete(run / CHECKPOINT_FOLDER):
         raise ConfigError(
             f"{run} has checkpoints, so it is a run and no copy of records; name another folder"
         )
-    _fetch_records(remote, run, listing)
+    with written_to(run):
+        _fetch_changing_records(remote, run, listing)
+
+
+def _fetch_changing_records(remote: RemoteRun, run: Path, listing: Listing) -> None:
+    """Replaces the local records while a run may move full files of samples and remove old ones."""
+    for left in reversed(range(_TRIES)):
+        try:
+            fetch_records(remote, run, listing)
+            return
+        except FileNotFoundError as error:
+            if not left:
+                raise RemoteError(f"{remote.store.url}: {error} is gone again and again") from None
+            listing = Listing(remote.store.list())
 
 
 def _fetch_newest(
@@ -97,12 +127,12 @@ def _fetch_newest(
     problems = []
     for each in newer:
         try:
-            manifest = _manifest(remote, each)
+            manifest = manifest_of(remote.store, each.folder)
             if not problems:
-                _fetch_records(remote, run, listing)
-                _fetch_models(remote, run, listing)
+                fetch_records(remote, run, listing)
+                fetch_models(remote, run, listing)
             _fetch_checkpoint(remote, run, each, manifest)
-        except _Damaged as error:
+        except Damaged as error:
             problems.append(f"{remote.store.url}/{each.folder}: {error}")
             remote.damaged.add(each.name)
             _LOG.warning("%s; passed over", problems[-1])
@@ -116,11 +146,11 @@ def _fetch_newest(
             "run.dir for a new run, or restore these files"
         )
     if not newer and is_new and listing.records():
-        _fetch_records(remote, run, listing)
+        fetch_records(remote, run, listing)
     return Fetched(None, tuple(problems))
 
 
-def _check_same_run(remote: RemoteRun, run: Path, listing: Listing) -> None:
+def check_same_run(remote: RemoteRun, run: Path, listing: Listing) -> None:
     """Raises ConfigError if the remote folder holds something else than the run of the local
     one."""
     url = remote.store.url
@@ -150,22 +180,23 @@ def _first(attempts: Sequence[Mapping[str, Any]]) -> tuple[object, object]:
     return attempts[0].get("start"), attempts[0].get("host")
 
 
-def _manifest(remote: RemoteRun, checkpoint: RemoteCheckpoint) -> dict[str, Any]:
+def manifest_of(store: Store, folder: str) -> dict[str, Any]:
+    """Returns the manifest of a checkpoint, by the name of its folder. Raises Damaged."""
     try:
-        manifest = json.loads(remote.store.read(f"{checkpoint.folder}/{MANIFEST}"))
+        manifest = json.loads(store.read(f"{folder}/{MANIFEST}"))
         files = manifest["files"]
     except (ValueError, KeyError, TypeError, FileNotFoundError):
-        raise _Damaged(f"{MANIFEST}: truncated or altered") from None
+        raise Damaged(f"{MANIFEST}: truncated or altered") from None
     for name, facts in files.items():
         if not (_is_below(name) and isinstance(facts, dict) and "sha256" in facts):
-            raise _Damaged(f"{MANIFEST}: {name!r} is no file of a checkpoint")
+            raise Damaged(f"{MANIFEST}: {name!r} is no file of a checkpoint")
     return manifest
 
 
 def _fetch_checkpoint(
     remote: RemoteRun, run: Path, checkpoint: RemoteCheckpoint, manifest: Mapping[str, Any]
 ) -> None:
-    """Writes a checkpoint to the local folder. Raises _Damaged."""
+    """Writes a checkpoint to the local folder. Raises Damaged."""
     target = run / CHECKPOINT_FOLDER / f"{checkpoint.number:010d}"
     unfinished = target.with_name(f"{target.name}.{_FETCHING}")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -180,17 +211,17 @@ def _fetch_checkpoint(
         _get_all(remote, checkpoint.folder, names, unfinished)
         wrong = examine(unfinished)[1]
         if wrong:
-            raise _Damaged("; ".join(wrong))
+            raise Damaged("; ".join(wrong))
         if target.exists():
             shutil.rmtree(target)
         unfinished.rename(target)
     except FileNotFoundError as error:
-        raise _Damaged(f"{error}: missing") from None
+        raise Damaged(f"{error}: missing") from None
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _fetch_records(remote: RemoteRun, run: Path, listing: Listing) -> None:
+def fetch_records(remote: RemoteRun, run: Path, listing: Listing) -> None:
     """Replaces the local records by the remote ones."""
 
     def get(name: str) -> None:
@@ -203,7 +234,7 @@ def _fetch_records(remote: RemoteRun, run: Path, listing: Listing) -> None:
     remote.mark_sent(names)
 
 
-def _fetch_models(remote: RemoteRun, run: Path, listing: Listing) -> None:
+def fetch_models(remote: RemoteRun, run: Path, listing: Listing) -> None:
     """Writes the folders with weights that the local folder lacks, each in one step."""
     for folder in listing.model_folders():
         target = run / folder

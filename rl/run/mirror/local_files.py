@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from rl.run.manifest import CHECKPOINT_FOLDER
 from rl.run.unfinished import stop
 
 STAGING = ".uploading"
+_KEPT = "parts"
 _FOLDERS_OF_RECORDS = (SEGMENTS, MEDIA)
 _MODELS = ("export", "base", "export-*", "reward_models/*")
 """Folders with weights. Each appears in one step."""
@@ -100,6 +102,35 @@ def staged_checkpoint(run: Path, name: str) -> Path:
             raise FileNotFoundError(source) from None
         return source  # a file system without hard links
     return target
+
+
+def keep_staged(run: Path, names: Iterable[str]) -> None:
+    """Has `kept` and `staged_names` know these checkpoints until `clear_staging`. Raises OSError."""
+    for name in names:
+        target = run / STAGING / _KEPT / name
+        if not target.exists():
+            unfinished = target.with_name(f"{name}.tmp")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            source = run / CHECKPOINT_FOLDER / name
+            try:
+                shutil.copytree(source, unfinished, copy_function=os.link)
+            except shutil.Error:  # a file system without hard links
+                shutil.rmtree(unfinished, ignore_errors=True)
+                shutil.copytree(source, unfinished)
+            unfinished.rename(target)
+
+
+def kept(run: Path, name: str) -> Path:
+    """Returns the folder of a checkpoint that `keep_staged` keeps."""
+    return run / STAGING / _KEPT / name
+
+
+def staged_names(run: Path) -> list[str]:
+    """Returns the names of the checkpoints that `keep_staged` keeps, those that others need
+    first."""
+    folder = run / STAGING / _KEPT
+    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+    return sorted(name for name in names if not name.endswith(".tmp"))
 
 
 def clear_staging(run: Path) -> None:

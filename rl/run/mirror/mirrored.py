@@ -8,11 +8,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from policy.mesh import processes
-from rl.cluster.launch import on_first
+from rl.cluster.folders import is_shared
+from rl.cluster.launch import on_first, raise_on_all
 from rl.config.run import RunConfig
 from rl.errors import Interrupted
 from rl.run.folder import FolderLock
 from rl.run.mirror.mirror import RunMirror
+from rl.run.mirror.parts import Parts
 from rl.run.resume import best
 from rl.run.signals import StopSignal
 
@@ -23,10 +25,12 @@ _LOOK_S = 0.5
 @dataclass(frozen=True)
 class OpenMirror:
     """What a run needs of its mirror. checkpoint_written: to be called after a checkpoint. lock: of
-    the local folder, which the mirror holds in the first process; None: there is no mirror."""
+    the local folder, which the mirror holds in the first process; None: there is no mirror. parts:
+    of this process, if no folder is seen by all processes."""
 
     checkpoint_written: Callable[[], None] = lambda: None
     lock: FolderLock | None = None
+    parts: Parts | None = None
 
 
 @contextmanager
@@ -39,7 +43,16 @@ def mirrored(config: RunConfig) -> Iterator[OpenMirror]:
     remote = config.run.remote
     if remote is None:
         yield OpenMirror()
-        return
+    elif processes.count() == 1 or is_shared(config.directory):
+        with _in_one_folder(config, remote) as mirror:
+            yield mirror
+    else:
+        with _apart(config, remote) as mirror:
+            yield mirror
+
+
+@contextmanager
+def _in_one_folder(config: RunConfig, remote: str) -> Iterator[OpenMirror]:
     mirrors: list[RunMirror] = []
     lock = FolderLock(config.directory)
     with ExitStack() as stack:
@@ -51,12 +64,29 @@ def mirrored(config: RunConfig) -> Iterator[OpenMirror]:
 
         on_first(enter)
         written = mirrors[0].checkpoint_written if mirrors else lambda: None
-        try:
+        with _waiting_at_the_end(lambda: _wait_together(mirrors)):
             yield OpenMirror(written, lock)
-        except Interrupted:  # all processes raise it
-            _wait_together(mirrors)
-            raise
-        _wait_together(mirrors)
+
+
+@contextmanager
+def _apart(config: RunConfig, remote: str) -> Iterator[OpenMirror]:
+    # An option of several processes; one process loads nothing of it.
+    from rl.run.mirror.apart import Apart
+
+    parts = raise_on_all(lambda: Apart(remote, config.directory, config.run.keep_checkpoints))
+    lock = FolderLock(parts.folder)
+    with parts.entered(lock), _waiting_at_the_end(parts.end):
+        yield OpenMirror(parts.written, lock if processes.first() else None, parts)
+
+
+@contextmanager
+def _waiting_at_the_end(wait: Callable[[], None]) -> Iterator[None]:
+    try:
+        yield
+    except Interrupted:  # all processes raise it
+        wait()
+        raise
+    wait()
 
 
 def _wait_together(mirrors: list[RunMirror]) -> None:
@@ -65,7 +95,7 @@ def _wait_together(mirrors: list[RunMirror]) -> None:
     if processes.count() == 1:
         return
     for mirror in mirrors:
-        mirror.begin_last_upload()
+        mirror.uploads.begin_last_upload()
     with StopSignal():
-        while processes.broadcast(any(mirror.is_at_work for mirror in mirrors)):
+        while processes.broadcast(any(mirror.uploads.is_at_work for mirror in mirrors)):
             time.sleep(_LOOK_S)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -21,18 +22,32 @@ from rl.records.run_files import ATTEMPTS, CONFIG, SEGMENTS
 from rl.remote.faults import RemoteError
 from rl.remote.lock import LOCK
 from rl.remote.store import ObjectFacts, Store
-from rl.run.manifest import CHECKPOINT_FOLDER, HOST, MANIFEST, complete, examine, file_hash
+from rl.run.manifest import (
+    CHECKPOINT_FOLDER,
+    HOST,
+    MANIFEST,
+    PART,
+    complete,
+    examine,
+    file_hash,
+    manifest_text,
+)
 from rl.run.mirror.local_files import (
     Record,
     Stamp,
     clear_staging,
     is_record,
+    kept,
     model_folders,
     records,
     staged_checkpoint,
+    staged_names,
 )
+from rl.run.mirror.requests import WRITER, Requests
 from rl.run.unfinished import stop
 
+SAVE = "save"
+"""Key of a manifest that was put together from parts: what these have in common."""
 FILES = ".files.json"
 """Ending of the object that lists the files of a folder with weights."""
 _NAME = re.compile(rf"{CHECKPOINT_FOLDER}/(?P<name>(?P<number>\d+)(\.replaced)?)/")
@@ -122,6 +137,9 @@ class RemoteRun:
         """Names of remote checkpoints that have a manifest and cannot be used."""
         self.known: set[str] = set()
         """Names of remote checkpoints that `fetch` has seen, or that this object has sent."""
+        self.requests: Requests | None = None
+        """To the processes that have the other parts of the checkpoints; None: the folder of the
+        run has all."""
         self._run = run
         self._keep = keep
         self._needed = needed
@@ -152,6 +170,8 @@ class RemoteRun:
                 self._send_models(listing)
             for name in local:
                 self._send_checkpoint(name, listing)
+            if self.requests is not None:
+                self.requests.end()
         finally:
             clear_staging(self._run)
         self._rotate()
@@ -170,37 +190,52 @@ class RemoteRun:
 
     def _to_send(self) -> list[str]:
         """Returns the newest undamaged checkpoint, after those that it needs."""
-        checkpoints = complete(self._run / CHECKPOINT_FOLDER)
-        for _, path in checkpoints:
-            if examine(path, hashes=False)[1]:
-                continue
-            needed = set(self._needed(json.loads((path / HOST).read_bytes())))
-            others = [
-                other.name
-                for number, other in reversed(checkpoints)
-                if number in needed and other != path and not examine(other, hashes=False)[1]
-            ]
-            return [*others, path.name]
-        return []
+        if self.requests is not None:
+            return staged_names(self._run)
+        return newest_with_needed(self._run, self._needed)
 
     def _send_checkpoint(self, name: str, listing: Listing) -> None:
-        manifest = (self._run / CHECKPOINT_FOLDER / name / MANIFEST).read_bytes()
+        apart = self.requests is not None
         folder = f"{CHECKPOINT_FOLDER}/{name}"
-        if f"{folder}/{MANIFEST}" in listing.objects and self._manifest(name) == manifest:
+        there = kept(self._run, name) if apart else self._run / CHECKPOINT_FOLDER / name
+        manifest = (there / MANIFEST).read_bytes()
+        if f"{folder}/{MANIFEST}" in listing.objects and is_same(self._manifest(name), manifest):
             self._send_records(listing)
             self._send_models(listing)
             return
-        source = staged_checkpoint(self._run, name)
+        source = there if apart else staged_checkpoint(self._run, name)
         self._make_way(folder, listing)
-        files = json.loads((source / MANIFEST).read_bytes())["files"]
-        self.store.for_each(lambda file: self.store.put(source / file, f"{folder}/{file}"), files)
+        complete_manifest = self._send_files(name, source)
         self._send_records(listing)
         self._send_models(listing)
         self._may_write()
         self.known.add(name)
-        self.store.put(source / MANIFEST, f"{folder}/{MANIFEST}")
-        self._manifests[name] = manifest
+        self.store.put(complete_manifest, f"{folder}/{MANIFEST}")
+        self._manifests[name] = complete_manifest.read_bytes()
         self.damaged.discard(name)
+
+    def _send_files(self, name: str, source: Path) -> Path:
+        """Sends the files of a checkpoint, and has the other processes send theirs. Returns the
+        file with its manifest."""
+        folder = f"{CHECKPOINT_FOLDER}/{name}"
+        content = json.loads((source / MANIFEST).read_bytes())
+        part = content.pop(PART, None)
+        if part is not None and self.requests is not None:
+            self.requests.ask(name)
+        files = content.pop("files")
+        self.store.for_each(lambda file: self._put(source / file, f"{folder}/{file}"), files)
+        if part is None or self.requests is None:
+            return source / MANIFEST
+        content.pop("sha256")
+        for process, theirs in self.requests.answers(part["save"]).items():
+            files = {each: facts | {WRITER: process} for each, facts in theirs.items()} | files
+        file = source.with_name(f"{name}.{MANIFEST}.tmp")
+        file.write_text(manifest_text(content | {SAVE: part["save"]}, files))
+        return file
+
+    def _put(self, file: Path, name: str) -> None:
+        self._may_write()
+        self.store.put(file, name)
 
     def _make_way(self, folder: str, listing: Listing) -> None:
         """Empties the folder of a checkpoint. One that counts is kept under another name until its
@@ -246,7 +281,7 @@ class RemoteRun:
 
     def _send_record(self, record: Record) -> None:
         try:
-            self.store.put(record.file, record.name)
+            self._put(record.file, record.name)
         except FileNotFoundError:  # samples beyond run.samples.keep_gib, or a replaced file
             return
         self._sent[record.name] = record.stamp
@@ -279,7 +314,7 @@ class RemoteRun:
             self.store.delete(seal)
             old = listing.below(folder)
             self.store.delete_all(each for each in old if each[len(folder) + 1 :] not in files)
-            self.store.for_each(lambda name: self.store.put(root / name, f"{folder}/{name}"), files)
+            self.store.for_each(lambda name: self._put(root / name, f"{folder}/{name}"), files)
             self._may_write()
             self.store.write(seal, json.dumps(files, indent=1).encode())
         self._folders[folder] = stamps
@@ -325,6 +360,49 @@ class RemoteRun:
             return json.loads(self.store.read(name))
         except (ValueError, FileNotFoundError):
             return None
+
+
+def newest_with_needed(
+    run: Path,
+    needed: Callable[[dict], Iterable[int]],
+    *,
+    part: bool = False,
+    up_to: float = math.inf,
+) -> list[str]:
+    """Returns the newest undamaged checkpoint in the folder of a run, after those that it needs.
+    needed: as of `Checkpoints`. part: whether parts of checkpoints count. up_to: the largest
+    number that counts."""
+    checkpoints = complete(run / CHECKPOINT_FOLDER)
+    for newest, path in checkpoints:
+        if newest > up_to or examine(path, hashes=False, part=part)[1]:
+            continue
+        numbers = set(needed(json.loads((path / HOST).read_bytes())))
+        others = [
+            other.name
+            for number, other in reversed(checkpoints)
+            if number in numbers
+            and other != path
+            and not examine(other, hashes=False, part=part)[1]
+        ]
+        return [*others, path.name]
+    return []
+
+
+def is_same(there: bytes, here: bytes) -> bool:
+    """Tells whether a manifest in the remote folder is of the same save as a local one, which may
+    be of a part."""
+    if there == here:
+        return True
+    try:
+        return save_of(json.loads(there)) == save_of(json.loads(here))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def save_of(manifest: Mapping[str, Any]) -> str:
+    """Returns what the manifests of one save have in common, those of its parts among them.
+    Raises KeyError."""
+    return manifest[PART]["save"] if PART in manifest else manifest.get(SAVE) or manifest["sha256"]
 
 
 def _may_vanish(name: str) -> bool:

@@ -181,7 +181,7 @@ def newest_place(directory: Path) -> PlaceOfRun:
     """
     checkpoints = complete(directory / CHECKPOINT_FOLDER)
     for _, path in checkpoints:
-        manifest, wrong = examine(path)
+        manifest, wrong = examine(path, part=True)
         if manifest is not None and not wrong:
             return PlaceOfRun.of(json.loads((path / HOST).read_text()))
     if checkpoints:

@@ -63,6 +63,13 @@ class Exportable(ABC):
     def origin(self) -> Origin:
         """Returns where the weights come from, for the model card."""
 
+    def share(self, directory: Path) -> None:
+        """Returns in all processes when they see this directory, which the first one has
+        written."""
+        from policy.mesh import processes
+
+        processes.broadcast(None)
+
     @abstractmethod
     def note(self, text: str) -> None:
         """Shows what a person should know of the export."""

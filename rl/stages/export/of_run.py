@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from policy.huggingface import sources
 from policy.mesh import processes
+from rl.cluster.folders import copy_to_all
 from rl.cluster.launch import on_first
 from rl.config.run import ExportOptions, RunConfig
 from rl.data import models, towers
@@ -35,7 +36,7 @@ class ExportedRun(Exportable):
     stop_ids: token ids that end a completion, where the configuration names none. show: prints a
     note. media: whether rows of the run have pictures or sounds. chosen: which forms of an adapter
     are written; None: those of the configuration. place: of the checkpoint with these weights;
-    None: the run is at its end.
+    None: the run is at its end. common_folder: as of `Context`.
     """
 
     config: RunConfig
@@ -46,6 +47,7 @@ class ExportedRun(Exportable):
     media: bool
     chosen: ExportOptions | None = None
     place: StageStep | None = None
+    common_folder: bool = True
 
     @classmethod
     def of(cls, context: Context) -> ExportedRun:
@@ -57,6 +59,7 @@ class ExportedRun(Exportable):
             context.model,
             context.events.note,
             context.tables is not None,
+            common_folder=context.common_folder,
         )
 
     @property
@@ -88,6 +91,12 @@ class ExportedRun(Exportable):
             models.copy_files(models.text_directory(source), models.PROCESSOR_FILES, directory)
         if with_towers and self.media:
             towers.write_files(self.config.model, self.tokenizer, directory)
+
+    def share(self, directory: Path) -> None:
+        if self.common_folder:
+            super().share(directory)
+        else:
+            copy_to_all(directory)
 
     def prompts(self) -> Sequence[Sequence[int]]:
         return on_first(lambda: prompts.of_run(self.config.directory, self.model, self.tokenizer))

@@ -33,7 +33,7 @@ def check_model(exported: Exportable, model: Model, directory: Path) -> list[Pro
     def check(written: Model) -> Proof:
         return reload.check_model(written, directory, exported.prompts())
 
-    return _run(exported, _on_either(exported, model, check))
+    return _run(exported, directory, _on_either(exported, model, check))
 
 
 def check_adapter(exported: Exportable, directory: Path) -> list[Proof]:
@@ -43,7 +43,7 @@ def check_adapter(exported: Exportable, directory: Path) -> list[Proof]:
     def check() -> Proof:
         return reload.check_adapter(exported.model, directory, exported.prompts())
 
-    return _run(exported, [check])
+    return _run(exported, directory, [check])
 
 
 def check_gguf(exported: Exportable, model: Model, file: Path, kind: GgufType) -> list[Proof]:
@@ -54,7 +54,7 @@ def check_gguf(exported: Exportable, model: Model, file: Path, kind: GgufType) -
     def check(written: Model) -> Proof:
         return reload.check_gguf(written, file, kind, exported.prompts())
 
-    return _run(exported, _on_either(exported, model, check))
+    return _run(exported, file.parent, _on_either(exported, model, check))
 
 
 def check_classifier(exported: Exportable, written: Classifier, directory: Path) -> list[Proof]:
@@ -69,7 +69,7 @@ def check_classifier(exported: Exportable, written: Classifier, directory: Path)
         return reload.check_classifier(classifier, directory, exported.prompts())
 
     model = Model(written.graph, written.params)
-    return _run(exported, _on_either(exported, model, check))
+    return _run(exported, directory, _on_either(exported, model, check))
 
 
 def _on_either(
@@ -106,16 +106,17 @@ def _host_has_room(model: Model) -> bool:
     return _COPIES * size <= (1 - used) * total
 
 
-def _run(exported: Exportable, checks: Sequence[Callable[[], Proof]]) -> list[Proof]:
+def _run(
+    exported: Exportable, directory: Path, checks: Sequence[Callable[[], Proof]]
+) -> list[Proof]:
     """Makes the first of the checks that there is memory for. Raises ModelError if it fails."""
     import jax
 
     from policy.fields.config_fields import UnsupportedModel
     from policy.huggingface.reload import NotReloaded
     from policy.huggingface.tensorfiles import ModelFileError
-    from policy.mesh import processes
 
-    processes.broadcast(None)  # the first process has written all files
+    exported.share(directory)
     for check in checks:
         try:
             return [check()]
