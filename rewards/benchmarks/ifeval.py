@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from rewards.benchmarks import ifeval_rules
 from rewards.registry import reward
@@ -86,7 +85,7 @@ def ifeval(
     return scores
 
 
-def _follows(name: str, text: str, given: Mapping[str, Any], mode: str) -> bool:
+def _follows(name: str, text: str, given: Mapping[str, object], mode: str) -> bool:
     texts = [text] if mode == "strict" else _variants(text)
     return any(ifeval_rules.follows(name, each, given) for each in texts)
 

@@ -11,9 +11,40 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypedDict, cast
 
-Rule = Callable[[str, Mapping[str, Any]], bool]
+
+class Arguments(TypedDict):
+    """Arguments of instructions, by the names of the benchmark's rows. An instruction has those
+    that its rule reads."""
+
+    keyword: str
+    keywords: list[str]
+    forbidden_words: list[str]
+    frequency: int
+    relation: str
+    letter: str
+    let_frequency: int
+    let_relation: str
+    language: str
+    capital_frequency: int
+    capital_relation: str
+    num_words: int
+    num_sentences: int
+    num_paragraphs: int
+    nth_paragraph: int
+    first_word: str
+    num_placeholders: int
+    postscript_marker: str
+    num_bullets: int
+    num_highlights: int
+    section_spliter: str
+    num_sections: int
+    prompt_to_repeat: str
+    end_phrase: str
+
+
+Rule = Callable[[str, Arguments], bool]
 """(text, arguments of the instruction) -> whether the text follows it."""
 
 _RULES: dict[str, Rule] = {}
@@ -31,14 +62,14 @@ class UnknownRule(ValueError):
     """An instruction that is none of IFEval's, or one without an argument that it needs."""
 
 
-def follows(instruction: str, text: str, arguments: Mapping[str, Any]) -> bool:
+def follows(instruction: str, text: str, arguments: Mapping[str, object]) -> bool:
     """Returns whether a text follows an instruction of IFEval, as `keywords:existence`. An empty
     text follows none. Raises UnknownRule."""
     if instruction not in _RULES:
         raise UnknownRule(f"{instruction!r} is no instruction of IFEval")
     given = {name: value for name, value in arguments.items() if value is not None}
     try:
-        return bool(text.strip()) and _RULES[instruction](text, given)
+        return bool(text.strip()) and _RULES[instruction](text, cast(Arguments, given))
     except KeyError as error:
         raise UnknownRule(f"{instruction} needs the argument {error.args[0]!r}") from None
 
@@ -131,18 +162,18 @@ def capital_words(text: str) -> int:
 
 
 @_rule("keywords:existence")
-def _existence(text: str, given: Mapping[str, Any]) -> bool:
+def _existence(text: str, given: Arguments) -> bool:
     return all(_occurrences(each, text) > 0 for each in given["keywords"])
 
 
 @_rule("keywords:frequency")
-def _frequency(text: str, given: Mapping[str, Any]) -> bool:
+def _frequency(text: str, given: Arguments) -> bool:
     count = _occurrences(given["keyword"].strip(), text)
     return _compared(count, given["relation"], given["frequency"])
 
 
 @_rule("keywords:forbidden_words")
-def _forbidden(text: str, given: Mapping[str, Any]) -> bool:
+def _forbidden(text: str, given: Arguments) -> bool:
     return not any(
         re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE)
         for word in given["forbidden_words"]
@@ -150,7 +181,7 @@ def _forbidden(text: str, given: Mapping[str, Any]) -> bool:
 
 
 @_rule("keywords:letter_frequency")
-def _letters(text: str, given: Mapping[str, Any]) -> bool:
+def _letters(text: str, given: Arguments) -> bool:
     """A sign that is no letter, as #, is counted too; the published check draws a random letter in
     its place."""
     count = Counter(text.lower())[given["letter"].strip().lower()]
@@ -166,22 +197,22 @@ def _occurrences(keyword: str, text: str) -> int:
 
 
 @_rule("language:response_language")
-def _response_language(text: str, given: Mapping[str, Any]) -> bool:
+def _response_language(text: str, given: Arguments) -> bool:
     return _is_language(text, given["language"])
 
 
 @_rule("change_case:english_capital")
-def _english_capital(text: str, given: Mapping[str, Any]) -> bool:
+def _english_capital(text: str, given: Arguments) -> bool:
     return text.isupper() and _is_language(text, "en")
 
 
 @_rule("change_case:english_lowercase")
-def _english_lowercase(text: str, given: Mapping[str, Any]) -> bool:
+def _english_lowercase(text: str, given: Arguments) -> bool:
     return text.islower() and _is_language(text, "en")
 
 
 @_rule("change_case:capital_word_frequency")
-def _capital_words(text: str, given: Mapping[str, Any]) -> bool:
+def _capital_words(text: str, given: Arguments) -> bool:
     return _compared(capital_words(text), given["capital_relation"], given["capital_frequency"])
 
 
@@ -189,17 +220,17 @@ def _capital_words(text: str, given: Mapping[str, Any]) -> bool:
 
 
 @_rule("length_constraints:number_words")
-def _number_words(text: str, given: Mapping[str, Any]) -> bool:
+def _number_words(text: str, given: Arguments) -> bool:
     return _compared(len(re.findall(r"\w+", text)), given["relation"], given["num_words"])
 
 
 @_rule("length_constraints:number_sentences")
-def _number_sentences(text: str, given: Mapping[str, Any]) -> bool:
+def _number_sentences(text: str, given: Arguments) -> bool:
     return _compared(len(sentences(text)), given["relation"], given["num_sentences"])
 
 
 @_rule("length_constraints:number_paragraphs")
-def _number_paragraphs(text: str, given: Mapping[str, Any]) -> bool:
+def _number_paragraphs(text: str, given: Arguments) -> bool:
     """Paragraphs stand between dividers ***. An empty one may be first or last."""
     parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
     if not all(parts[1:-1]):
@@ -208,7 +239,7 @@ def _number_paragraphs(text: str, given: Mapping[str, Any]) -> bool:
 
 
 @_rule("length_constraints:nth_paragraph_first_word")
-def _nth_paragraph(text: str, given: Mapping[str, Any]) -> bool:
+def _nth_paragraph(text: str, given: Arguments) -> bool:
     """Paragraphs stand between two line breaks. The n-th is counted with empty ones."""
     parts = text.split("\n\n")
     count = sum(bool(part.strip()) for part in parts)
@@ -224,12 +255,12 @@ def _nth_paragraph(text: str, given: Mapping[str, Any]) -> bool:
 
 
 @_rule("detectable_content:number_placeholders")
-def _placeholders(text: str, given: Mapping[str, Any]) -> bool:
+def _placeholders(text: str, given: Arguments) -> bool:
     return len(re.findall(r"\[.*?\]", text)) >= given["num_placeholders"]
 
 
 @_rule("detectable_content:postscript")
-def _postscript(text: str, given: Mapping[str, Any]) -> bool:
+def _postscript(text: str, given: Arguments) -> bool:
     marker = given["postscript_marker"].strip()
     patterns = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
     pattern = patterns[marker] if marker in patterns else re.escape(marker.lower())
@@ -237,19 +268,19 @@ def _postscript(text: str, given: Mapping[str, Any]) -> bool:
 
 
 @_rule("detectable_format:number_bullet_lists")
-def _bullets(text: str, given: Mapping[str, Any]) -> bool:
+def _bullets(text: str, given: Arguments) -> bool:
     stars = re.findall(r"^\s*\*[^*].*$", text, re.MULTILINE)
     dashes = re.findall(r"^\s*-.*$", text, re.MULTILINE)
     return len(stars) + len(dashes) == given["num_bullets"]
 
 
 @_rule("detectable_format:constrained_response")
-def _constrained(text: str, given: Mapping[str, Any]) -> bool:
+def _constrained(text: str, given: Arguments) -> bool:
     return any(option in text for option in _CONSTRAINED)
 
 
 @_rule("detectable_format:number_highlighted_sections")
-def _highlights(text: str, given: Mapping[str, Any]) -> bool:
+def _highlights(text: str, given: Arguments) -> bool:
     """Texts in one or two asterisks on each side."""
     single = re.findall(r"\*[^\n*]*\*", text)
     double = re.findall(r"\*\*[^\n*]*\*\*", text)
@@ -259,13 +290,13 @@ def _highlights(text: str, given: Mapping[str, Any]) -> bool:
 
 
 @_rule("detectable_format:multiple_sections")
-def _sections(text: str, given: Mapping[str, Any]) -> bool:
+def _sections(text: str, given: Arguments) -> bool:
     marker = re.escape(given["section_spliter"].strip())
     return len(re.findall(rf"\s?{marker}\s?\d+\s?", text)) >= given["num_sections"]
 
 
 @_rule("detectable_format:json_format")
-def _json(text: str, given: Mapping[str, Any]) -> bool:
+def _json(text: str, given: Arguments) -> bool:
     text = text.strip()
     for fence in ("```json", "```Json", "```JSON", "```"):
         text = text.removeprefix(fence)
@@ -277,7 +308,7 @@ def _json(text: str, given: Mapping[str, Any]) -> bool:
 
 
 @_rule("detectable_format:title")
-def _title(text: str, given: Mapping[str, Any]) -> bool:
+def _title(text: str, given: Arguments) -> bool:
     return any(title.lstrip("<").rstrip(">").strip() for title in re.findall(r"<<[^\n]+>>", text))
 
 
@@ -285,7 +316,7 @@ def _title(text: str, given: Mapping[str, Any]) -> bool:
 
 
 @_rule("combination:two_responses")
-def _two_responses(text: str, given: Mapping[str, Any]) -> bool:
+def _two_responses(text: str, given: Arguments) -> bool:
     """Two different texts stand between ******. An empty one may be first or last."""
     parts = [part.strip() for part in text.split("******")]
     if not all(parts[1:-1]):
@@ -295,21 +326,21 @@ def _two_responses(text: str, given: Mapping[str, Any]) -> bool:
 
 
 @_rule("combination:repeat_prompt")
-def _repeat_prompt(text: str, given: Mapping[str, Any]) -> bool:
+def _repeat_prompt(text: str, given: Arguments) -> bool:
     return text.strip().lower().startswith(given["prompt_to_repeat"].strip().lower())
 
 
 @_rule("startend:end_checker")
-def _end(text: str, given: Mapping[str, Any]) -> bool:
+def _end(text: str, given: Arguments) -> bool:
     return text.strip().strip('"').lower().endswith(given["end_phrase"].strip().lower())
 
 
 @_rule("startend:quotation")
-def _quotation(text: str, given: Mapping[str, Any]) -> bool:
+def _quotation(text: str, given: Arguments) -> bool:
     text = text.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
 @_rule("punctuation:no_comma")
-def _no_comma(text: str, given: Mapping[str, Any]) -> bool:
+def _no_comma(text: str, given: Arguments) -> bool:
     return "," not in text
