@@ -153,7 +153,7 @@ def test_connections_have_a_limit(server, monkeypatch):
         idle[0].sendall(head("GET", "/health"))
         assert idle[0].recv(1000).startswith(b"HTTP/1.1 200")
         monkeypatch.setattr(server.config, "limit_concurrency", 5)
-        another = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+        another = socket.create_connection(("127.0.0.1", server.port), timeout=20)
         with another, contextlib.suppress(ConnectionResetError):
             assert another.recv(100) == b""
     monkeypatch.undo()
