@@ -7,7 +7,7 @@
 The task is to add two or three numbers below 21 one after the other, `6+15+4=21+4=25`. The teacher,
 a million weights (`1m` of models.py), learned by SFT to add two to four numbers below 51, other
 than the held-out sums. For each seed a student of a quarter of that first learns from `--start`
-steps of demonstrations. All ways go on from these weights, with 128 completions and one update a
+steps of demonstrations. All ways go on from these weights, with 256 completions and one update a
 step and the same optimizer. `--rates` replaces the learning rates of `RATES`, to choose others with
 another seed.
 
@@ -47,7 +47,7 @@ from distill import ACCURACY
 from lora import interval
 from models import MODELS
 
-PROMPTS = 32
+PROMPTS = 64
 SAMPLES = 4
 MICRO_BATCH = 16  # few shapes of packed rows, which all ways have: compilation is most of a run
 EVERY = 25  # steps between evaluations
@@ -67,7 +67,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 ON_TEXTS = ("sft", "distill")
 WITH_TEACHER = ("distill", "gkd", "opd")
-RATES = {"sft": 3e-3, "distill": 3e-3, "gkd": 3e-3, "opd": 1e-3, "grpo": 1e-3}
+RATES = {"sft": 3e-3, "distill": 3e-3, "gkd": 2e-3, "opd": 5e-4, "grpo": 1e-4}
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ways", choices=list(WAYS), nargs="+", default=list(WAYS))
     parser.add_argument("--rates", type=float, nargs="+", help="default: the one of each way")
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--start", type=int, default=100, help="steps of demonstrations before")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--start", type=int, default=200, help="steps of demonstrations before")
     parser.add_argument("--teacher-steps", type=int, default=600)
     parser.add_argument("--problems", type=int, default=1024)
     parser.add_argument("--folder", type=Path, default=Path("runs/teachers_benchmark"))
@@ -233,6 +233,7 @@ def optimizer(rate: float, warmup: int) -> dict[str, Any]:
         "warmup_steps": warmup,
         "schedule": "linear",
         "final_fraction": 0.1,
+        "beta2": 0.98,
     }
 
 
