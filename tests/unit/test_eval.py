@@ -1,5 +1,7 @@
 """`rl eval` on a small model with the bytes' tokenizer."""
 
+import contextlib
+import io
 import json
 import shutil
 import subprocess
@@ -55,14 +57,21 @@ def measured(evaluate, data, tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="module")
+def sampled(evaluate, data, tmp_path_factory):
+    """The folder of an evaluation with four samples of each problem, and what it printed."""
+    out, shown = tmp_path_factory.mktemp("sampled") / "out", io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        assert evaluate(data, out, "--samples", 4, "--k", "1,2", "--maj", 3, "--json") == 0
+    return out, json.loads(shown.getvalue())
+
+
 def rl(*arguments):
     return cli.main([*map(str, arguments), "--platform", "cpu"])
 
 
-def test_the_numbers_are_those_of_the_samples(evaluate, data, tmp_path, capsys):
-    out = tmp_path / "out"
-    assert evaluate(data, out, "--samples", 4, "--k", "1,2", "--maj", 3, "--json") == 0
-    shown = json.loads(capsys.readouterr().out)
+def test_the_numbers_are_those_of_the_samples(sampled):
+    out, shown = sampled
     assert shown == json.loads((out / "eval.json").read_text())
     task = shown["tasks"]["test"]
     assert (task["problems"], task["samples"]) == (5, 4)
@@ -170,17 +179,13 @@ def test_shots_are_the_first_rows_and_are_not_measured(evaluate, data, tmp_path)
     assert evaluate(data, tmp_path / "none", "--few-shot", 5) == 3
 
 
-def test_prompts_are_those_of_rl_generate(small_model, evaluate, data, tmp_path, capsys):
-    out = tmp_path / "out"
-    options = ("--temperature", 1, "--seed", 3)
-    assert evaluate(data, out, "--samples", 2, *options) == 0
-    capsys.readouterr()
-    same = ("--samples", 2, "--max-new-tokens", 4, *options)
+def test_prompts_and_draws_are_those_of_rl_generate(small_model, data, sampled, capsys):
+    same = ("--samples", 4, "--max-new-tokens", 4, "--temperature", 1, "--seed", 0)
     assert rl("generate", small_model, "--prompts", data, *same) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     expected = {(line["prompt"], line["sample"]): line["tokens"] for line in lines}
-    result = {(each["prompt"], each["sample"]): each["tokens"] for each in samples.read(out)}
-    assert result == expected and len(result) == 10
+    result = {(each["prompt"], each["sample"]): each["tokens"] for each in samples.read(sampled[0])}
+    assert result == expected and len(result) == 20
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What `rl launch` writes is what JobSet, xpk, gcloud, SLURM and SkyPilot accept, and its scripts
 start a run again after the exit codes after which it can continue, and after no other."""
 
+import copy
 import json
 import os
 import re
@@ -36,10 +37,18 @@ def pod(document):
     return document["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def jobset_schema():
     schema = json.loads((SCHEMAS / "jobset.schema.json").read_text())
     return jsonschema.Draft202012Validator(schema)
+
+
+@pytest.fixture(scope="module")
+def plain_jobset(tmp_path_factory):
+    """The JobSet of four hosts, without options."""
+    directory = tmp_path_factory.mktemp("jobset")
+    assert launch("jobset", "v6e:4x4", directory) == 0
+    return jobset(directory)
 
 
 TOPOLOGIES = [
@@ -110,9 +119,8 @@ def test_a_jobset_fails_at_codes_1_to_6_and_starts_again_after_all_others(tmp_pa
         lambda document: document["spec"]["failurePolicy"]["rules"][0].pop("name"),
     ],
 )
-def test_the_schema_of_a_jobset_refuses_what_kubernetes_refuses(spoil, tmp_path, jobset_schema):
-    assert launch("jobset", "v6e:4x4", tmp_path) == 0
-    document = jobset(tmp_path)
+def test_the_schema_of_a_jobset_refuses_what_kubernetes_refuses(spoil, plain_jobset, jobset_schema):
+    document = copy.deepcopy(plain_jobset)
     spoil(document)
     assert not jobset_schema.is_valid(document)
 
@@ -153,12 +161,10 @@ def test_hosts_without_chips_are_for_trials(topology, tmp_path, jobset_schema):
         assert launch(kind, topology, tmp_path / kind) == 2
 
 
-def test_without_a_secret_those_that_the_cluster_has_are_used(tmp_path, jobset_schema):
-    assert launch("jobset", "v6e:4x4", tmp_path) == 0
-    document = jobset(tmp_path)
-    jobset_schema.validate(document)
+def test_without_a_secret_those_that_the_cluster_has_are_used(plain_jobset, jobset_schema):
+    jobset_schema.validate(plain_jobset)
     references = [
-        each["valueFrom"]["secretKeyRef"] for each in pod(document)["containers"][0]["env"]
+        each["valueFrom"]["secretKeyRef"] for each in pod(plain_jobset)["containers"][0]["env"]
     ]
     assert references == [
         {"name": "duet-secrets", "key": name, "optional": True}
