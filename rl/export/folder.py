@@ -14,11 +14,20 @@ from rl.errors import ConfigError, ResourceError, disk_room
 
 MARKER = "duet_export.json"
 """What an export wrote, and from which weights. A folder without it is never replaced."""
+_UNFINISHED = ".unfinished-export"
+"""Ends the name of the folder in which an export is written."""
+_REPLACED = ".replaced-export"
+"""Ends the name of an export until the one that replaces it is in its place."""
 
 
 def check(directory: Path, force: bool) -> None:
-    """Raises ConfigError for a directory that exists and may not be replaced. force: one that an
-    export wrote may be. First puts back the directory that a killed export had moved aside."""
+    """Raises ConfigError for a directory that exists and may not be replaced, and for names that
+    exports need. force: one that an export wrote may be replaced. First puts back the directory
+    that a killed export had moved aside."""
+    if directory.name in ("", ".."):
+        raise ConfigError(f"{directory}: name a new directory")
+    if directory.name.endswith((_UNFINISHED, _REPLACED)):
+        raise ConfigError(f"{directory}: exports that are killed leave this name; choose another")
     _put_back(directory)
     if not directory.is_dir():
         if directory.exists():
@@ -50,7 +59,7 @@ def written(directory: Path, force: bool, facts: Mapping[str, JsonValue]) -> Ite
     ConfigError as `check`, ResourceError if the disk has no room or refuses.
     """
     check(directory, force)
-    unfinished = directory.with_name(f"{directory.name}.tmp")
+    unfinished = directory.with_name(directory.name + _UNFINISHED)
     if unfinished.exists() and not (unfinished / MARKER).is_file():
         raise ConfigError(f"{unfinished}: exists, and the export is written there; move it away")
     try:
@@ -78,21 +87,16 @@ def _replace(directory: Path, unfinished: Path) -> None:
     if not directory.is_dir() or not any(directory.iterdir()):
         unfinished.replace(directory)
         return
-    old = _aside(directory)
+    old = directory.with_name(directory.name + _REPLACED)
     directory.rename(old)
     unfinished.rename(directory)
     _remove(old)
 
 
-def _aside(directory: Path) -> Path:
-    """Returns where the replaced export is until the new one is in its place."""
-    return directory.with_name(f"{directory.name}.old")
-
-
 def _put_back(directory: Path) -> None:
     """Ends what an export that was killed while it replaced `directory` had begun. Raises
     ConfigError where other files are in the way."""
-    old = _aside(directory)
+    old = directory.with_name(directory.name + _REPLACED)
     if not old.is_dir() or directory.is_file():
         return
     is_there = directory.is_dir() and any(directory.iterdir())

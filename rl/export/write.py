@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from policy.json_types import JsonValue
+from rl.errors import ResourceError
 from rl.export import folder, gguf, hub, reward_model
 from rl.export.open import opened
 from rl.export.request import ExportRequest
@@ -31,7 +32,8 @@ def export(request: ExportRequest) -> str:
     of it.
 
     Raises ConfigError for a directory that may not be replaced, ModelError for weights that cannot
-    be read and for files whose log-probabilities are other ones, ResourceError for a full disk.
+    be read and for files whose log-probabilities are other ones, ResourceError for a full disk, and
+    for an export that was not read back and is to be pushed.
     """
     folder.check(request.directory, request.force)
     if request.push is not None:
@@ -49,6 +51,12 @@ def export(request: ExportRequest) -> str:
             facts["compared_tokens"] = sum(each.tokens for each in proofs)
         size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     measured = _measured(facts, source.exported.compared)
+    if request.push is not None and not proofs:
+        raise ResourceError(
+            f"{request.directory}: written, but no memory had room to read it back, so it was not "
+            f"pushed; export it on a larger machine, or push it with `hf upload {request.push} "
+            f"{request.directory}`"
+        )
     text = f"{request.directory}: {source.label}, {dtype}, {size / 1e6:,.1f} MB. {measured}"
     return text if request.push is None else f"{text}\n{hub.push(request.push, request.directory)}"
 

@@ -97,7 +97,7 @@ def test_only_what_an_export_wrote_is_replaced(small_model, tmp_path, capsys):
     own.mkdir()
     (own / "file").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    for target in (own, tmp_path / "file"):
+    for target in (own, tmp_path / "file", Path(".."), tmp_path / "a.replaced-export"):
         assert export(small_model, target, "--force") == 2
     out.mkdir()  # an empty folder is free
     assert export(small_model, out) == 0
@@ -107,9 +107,9 @@ def test_only_what_an_export_wrote_is_replaced(small_model, tmp_path, capsys):
     (out / "notes.txt").write_text("mine")
     assert export(small_model, out, "--force") == 2 and "notes.txt" in capsys.readouterr().err
     assert (out / "notes.txt").read_text() == "mine" and (own / "file").read_text() == "mine"
-    (tmp_path / "new.tmp").mkdir()
+    (tmp_path / "new.unfinished-export").mkdir()
     assert export(small_model, tmp_path / "new") == 2
-    assert (tmp_path / "new.tmp").is_dir()
+    assert (tmp_path / "new.unfinished-export").is_dir()
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_weights_that_no_text_reaches_are_compared_too(tmp_path):
 
 
 def test_a_killed_export_leaves_a_folder_that_the_next_one_takes(small_model, tmp_path):
-    unfinished = tmp_path / "out.tmp"
+    unfinished = tmp_path / "out.unfinished-export"
     unfinished.mkdir()
     (unfinished / "duet_export.json").write_text("{}\n")
     shutil.copy(small_model / "model.safetensors", unfinished)
@@ -186,7 +186,7 @@ def test_a_killed_export_leaves_a_folder_that_the_next_one_takes(small_model, tm
 @pytest.mark.parametrize("moved", ["one", "both"])
 def test_an_export_killed_while_it_replaces_another_is_put_back(small_model, tmp_path, moved):
     """moved: how many of the two renames were done."""
-    out, old = tmp_path / "out", tmp_path / "out.old"
+    out, old = tmp_path / "out", tmp_path / "out.replaced-export"
     assert export(small_model, out) == 0
     if moved == "both":
         shutil.copytree(out, old)
