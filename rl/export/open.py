@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import rl.algorithms
 from policy.huggingface import sources
 from rl.config.files import RESOLVED
 from rl.config.run import ExportOptions, RunConfig
@@ -19,6 +20,7 @@ from rl.run import load
 from rl.stages.export.card import StageStep
 from rl.stages.export.exportable import Exportable
 from rl.stages.export.of_run import ExportedRun
+from rl.stages.scorers import reward_model_of
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def _checkpoint(request: ExportRequest, run: Path) -> Opened:
 
     weights = CheckpointWeights(run, request.step)
     config = weights.config
+    _refuse_reward_model_stage(config, weights.place)
     media = weights.has_towers
     model = weights.load(request.dtype or config.model.param_dtype, media=media)
     exported = ExportedRun(config, weights.tokenizer, weights.default_stops, model, _show, media)
@@ -101,6 +104,19 @@ def _checkpoint(request: ExportRequest, run: Path) -> Opened:
     assert read is not None  # the weights were loaded
     exported.place = StageStep(config.stage_names[read.stage], read.step)
     return Opened(exported, run, f"{run} after step {read.step} of {exported.place.stage}")
+
+
+def _refuse_reward_model_stage(config: RunConfig, place: str) -> None:
+    """Raises ConfigError for a checkpoint, STAGE:N, of a stage that leaves the policy as it is."""
+    name = place.rpartition(":")[0]
+    stage = config.stages[config.stage_names.index(name)]
+    options = stage.algorithm.model_extra or {}
+    if rl.algorithms.get(stage.algorithm.name, **options).stage == "reward_model":
+        raise ConfigError(
+            f"checkpoint {place}: the stage {name} trains a reward model, and its checkpoints are not "
+            f"exported. At its end the stage writes {reward_model_of(config, name)}; for a policy name "
+            "a step of another stage with --step"
+        )
 
 
 def _forms(request: ExportRequest, has_adapter: bool, config: RunConfig | None) -> ExportOptions:

@@ -7,6 +7,8 @@ import shutil
 import launch
 import pytest
 
+from rl.commands import cli
+
 STEP = {"prompts_per_step": 4, "optimizer": {"learning_rate": 1e-2}}
 SAMPLED = STEP | {"samples_per_prompt": 4, "sampling": {"max_new_tokens": 6}}
 SCORED = {"functions": [{"name": "reward_model", "options": {"source": "reward_model"}}]}
@@ -14,7 +16,7 @@ SCORED = {"functions": [{"name": "reward_model", "options": {"source": "reward_m
 
 @pytest.mark.slow
 def test_a_reward_model_over_the_weights_of_the_policy_rewards_it_and_goes_on_after_a_kill(
-    tmp_path,
+    tmp_path, capsys
 ):
     pairs = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": "9" * 3} for n in range(8)]
@@ -58,6 +60,14 @@ def test_a_reward_model_over_the_weights_of_the_policy_rewards_it_and_goes_on_af
             shutil.rmtree(checkpoint)
     assert launch.train(again, *given) == 0
     assert launch.numbers(again) == launch.numbers(run)
-    assert launch.weights(again) == launch.weights(run)
-    scores = "reward_models/reward_model/model.safetensors"
-    assert (again / scores).read_bytes() == (run / scores).read_bytes()
+    for file in ("export/adapter_model", "reward_models/reward_model/model"):
+        contents = [(each / f"{file}.safetensors").read_bytes() for each in (again, run)]
+        assert contents[0] == contents[1], file
+    out = str(tmp_path / "out")
+    assert cli.main(["export", str(run), out, "--step", "reward_model:1"]) == 2
+    printed = capsys.readouterr().err
+    assert "the stage reward_model trains a reward model" in printed
+    written = run / "reward_models" / "reward_model"
+    assert str(written) in printed
+    assert cli.main(["export", str(written), out, "--dtype", "bfloat16"]) == 0
+    assert "the scores after" in capsys.readouterr().out
