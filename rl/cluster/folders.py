@@ -41,7 +41,7 @@ def copy_to_all(directory: Path) -> None:
     """Copies a folder of the first process to the same path in the others, in one step. Where the
     same files are, nothing is written. All processes call it. Raises ResourceError."""
     files = processes.broadcast(_hashes(directory) if processes.first() else None)
-    lacks = _hashes(directory) != files
+    lacks = not processes.first() and _hashes(directory) != files
     if not any(processes.all_gather_object(lacks)):
         return
     unfinished = directory.with_name(f"{directory.name}.tmp-{processes.index()}")

@@ -130,6 +130,8 @@ class RunFolder:
         stays as it is."""
         if not self._begun:
             on_first(lambda: self._begin(steps_follow))
+            if self.parts is not None:
+                self._copy_configuration()
         self._begun = True
 
     def export(
@@ -225,13 +227,21 @@ class RunFolder:
         self._aside = None
         (self.path / stop.STOPPED).unlink(missing_ok=True)
         if steps_follow:
-            self._write_configuration()
+            self._write_configuration(files.resolved_yaml(self._config))
 
-    def _write_configuration(self) -> None:
+    def _copy_configuration(self) -> None:
+        """Writes config.yml in the processes that do not see that of the first one, so that
+        `rl-train RUN` goes on there too."""
+        file = self.path / files.RESOLVED
+        text = processes.broadcast(file.read_text() if processes.first() else None)
+        if not file.exists() or file.read_text() != text:
+            self._write_configuration(text)
+
+    def _write_configuration(self, text: str) -> None:
         file = self.path / files.RESOLVED
         temporary = file.with_suffix(".yml.tmp")
         try:
-            temporary.write_text(files.resolved_yaml(self._config))
+            temporary.write_text(text)
             temporary.replace(file)
         except OSError as error:
             with contextlib.suppress(OSError):

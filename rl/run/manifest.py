@@ -22,7 +22,10 @@ MANIFEST = "manifest.json"
 CHECKPOINT_FOLDER = "checkpoints"  # of a run
 HOST = "host.json"  # of a checkpoint: what it holds besides arrays
 PART = "part"
-_PART = "holds the shards of process {process} of {processes} only"
+_PART = (
+    "holds the shards of process {process} of {processes} only; `rl fetch URL FOLDER --weights` "
+    "gets all of them from run.remote"
+)
 _COMPLETE = re.compile(r"(\d+)(\.replaced)?")
 # A network file system answers many reads at once; one core hashes about 1 GB a second.
 _THREADS = 8

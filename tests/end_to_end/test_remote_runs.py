@@ -133,6 +133,41 @@ def test_processes_without_a_common_folder_go_on_to_the_same_bits(tmp_path):
     processes.assert_same_numbers(tmp_path / "alone", tmp_path / "run")
 
 
+@pytest.mark.slow
+def test_parts_that_were_not_sent_are_sent_at_the_next_start(tmp_path):
+    """SIGTERM to one process; then the remote folder lacks the newest manifest, as if the upload had
+    been cut off. The stage goes on from its best step, which is read back from there."""
+    options = {"max_operand": 9, "operations": ["+"], "problems": 16}
+    stage = processes.SFT | {
+        "steps": 12,
+        "held_out": {"data": {"task": "arithmetic", "options": options}, "every": 1},
+        "best": {"metric": "held_out/loss", "mode": "max"},
+    }
+    stages = f"stages={json.dumps([stage])}"
+    done = processes.finish(processes.start(tmp_path / "run", 2, 1, "mesh.fsdp=2", stages))
+    assert [code for code, _, _ in done] == [0, 0], done
+
+    remote = f"run.remote=file://{tmp_path}/remote"
+    running = apart(tmp_path, remote, stages)
+    launch.wait_for(lambda: launch.lines(tmp_path / "machine-0") >= 2, running[0])
+    running[1].send_signal(signal.SIGTERM)
+    done = processes.finish(running)
+    assert [code for code, _, _ in done] == [75, 75], done
+    here = tmp_path / "machine-0/checkpoints"
+    there = tmp_path / "remote/checkpoints"
+    number = complete(here)[0][0]
+    assert complete(there)[0][0] == number and examine(complete(there)[0][1])[1] == []
+    assert not (tmp_path / "remote/LOCK").exists()
+    (complete(there)[0][1] / "manifest.json").unlink()
+
+    done = processes.finish(apart(tmp_path, remote, stages))
+    assert [code for code, _, _ in done] == [0, 0], done
+    _, out, err = done[0]
+    assert "is fetched to" not in err and f"after step {number} of sft" in out, (out, err)
+    assert "held_out/loss is best after step " in out and "its weights go on" in out
+    assert launch.weights(tmp_path / "machine-0") == launch.weights(tmp_path / "run")
+
+
 def expire(lock) -> None:
     """Has a lock look as if somebody had waited for it."""
     lock.write_text(json.dumps(json.loads(lock.read_text()) | {"expires": 0}))

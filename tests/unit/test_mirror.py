@@ -492,6 +492,30 @@ def test_a_full_local_disk_is_told_without_a_traceback_and_the_next_upload_works
     assert checkpoints() == [2]
 
 
+def test_a_store_that_lists_late_loses_no_checkpoint(run, tmp_path, monkeypatch):
+    """Each listing is the one before: it lacks new objects and has removed ones."""
+    listings = [{}]
+    listed = Store.list
+
+    def late(self, folder=""):
+        listings.append(listed(self, folder))
+        return listings[-2]
+
+    monkeypatch.setattr(Store, "list", late)
+    with mirror(run) as open_mirror:
+        for number in range(1, 6):
+            remote_runs.step(run, number)
+            remote_runs.checkpoint(run, number)
+            open_mirror.checkpoint_written()
+            _wait_for(lambda: not open_mirror.uploads.is_busy)
+    monkeypatch.setattr(Store, "list", listed)
+    assert checkpoints()[-2:] == [4, 5]
+    with mirror(tmp_path / "new"):
+        pass
+    assert [number for number, _ in complete(tmp_path / "new/checkpoints")] == [5]
+    assert steps(tmp_path / "new") == [1, 2, 3, 4, 5]
+
+
 def test_a_replaced_checkpoint_stays_until_its_successor_is_there(run, tmp_path):
     """A run that is extended saves the same number again. A kill meanwhile leaves one of both."""
     url = f"faulty-disk://{tmp_path}/remote"

@@ -269,8 +269,8 @@ class Apart:
             names = on_first(self._look)
         taken = self._take_newest(names)
         for number, path in complete(self.folder / CHECKPOINT_FOLDER):
-            if taken is None or number > int(taken):
-                _LOG.warning("%s: never sent by all processes; removed", path)
+            if taken is None or number > int(taken) or not self._is_there(path.name):
+                _LOG.warning("%s: the remote folder does not have it; removed", path)
                 shutil.rmtree(path, ignore_errors=True)
         for folder in on_first(lambda: model_folders(self._run)):
             if not folder.startswith("export"):

@@ -28,6 +28,7 @@ from rl.run.signals import StopSignal
 
 _LOG = logging.getLogger("duet.remote")
 _TRIES = 4
+_SHOW_WAIT_S = 60.0
 _WARN_EVERY_S = 600.0
 """Seconds between warnings that uploads are slower than checkpoints."""
 
@@ -94,9 +95,13 @@ class Uploads:
         self.begin_last_upload()
         with StopSignal():
             self._thread.join(1.0)
-            if self._thread.is_alive():
-                _LOG.warning("waiting for the upload to %s", self._url)
+            began = time.monotonic()
+            shown = float("-inf")
             while self._thread.is_alive():
+                if time.monotonic() - shown > _SHOW_WAIT_S:
+                    shown = time.monotonic()
+                    waited = f" ({shown - began:.0f} s so far)" if shown - began > 1 else ""
+                    _LOG.warning("waiting for the upload to %s%s", self._url, waited)
                 self._thread.join(0.2)
 
     def problem(self) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from rl.run.mirror.parts import Parts
 from rl.run.resume import best
 from rl.run.signals import StopSignal
 
+_LOG = logging.getLogger("duet.remote")
 _LOOK_S = 0.5
 """Seconds between two looks of the other processes at the last upload of the first one."""
 
@@ -75,6 +77,12 @@ def _apart(config: RunConfig, remote: str) -> Iterator[OpenMirror]:
 
     parts = raise_on_all(lambda: Apart(remote, config.directory, config.run.keep_checkpoints))
     lock = FolderLock(parts.folder)
+    if processes.first():
+        _LOG.warning(
+            "run.dir: not all processes see %s: each keeps and uploads its part of the checkpoints "
+            "(docs/remote.md)",
+            config.directory,
+        )
     with parts.entered(lock), _waiting_at_the_end(parts.end):
         yield OpenMirror(parts.written, lock if processes.first() else None, parts)
 
