@@ -224,7 +224,8 @@ def _changes(name: str, before: JsonObject, after: JsonObject) -> list[str]:
     """Returns `name.key: before -> after` of each value that differs."""
     result = []
     for key in dict.fromkeys((*before, *after)):
-        was, now = before.get(key), after.get(key)
+        was = before.get(key)
+        now = after.get(key)
         if was != now:
             result.append(f"{name}.{key}: {_short(was)} there, {_short(now)} now")
     return result

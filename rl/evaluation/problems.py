@@ -208,7 +208,8 @@ def _choices(
     """Returns `choices` and `answer` of a row. shuffle: as for `_values`."""
     if choices.options is not None:
         assert choices.right_index is not None
-        options, index = row[choices.options], row[choices.right_index]
+        options = row[choices.options]
+        index = row[choices.right_index]
         if isinstance(options, str) or not isinstance(options, Sequence):
             raise ValueError(f"`{choices.options}` is no list of options")
         if not isinstance(index, int | float | str):

@@ -139,7 +139,9 @@ def _distill_on_policy(draft: Draft) -> None:
 
 
 def _divergence(draft: Draft) -> None:
-    likeliest, softmax, sampling = "opd.topk", "opd.kd_temperature", "generate.temperature"
+    likeliest = "opd.topk"
+    softmax = "opd.kd_temperature"
+    sampling = "generate.temperature"
     temperature = draft.number(sampling)
     draft.put(f"{SAMPLING}.temperature", temperature, sampling)
     if draft.integer(likeliest):
@@ -242,7 +244,8 @@ def _optimizer(draft: Draft, prefix: str, target: str, updates: int) -> None:
         for number, value in enumerate(betas, start=1):
             draft.put(f"{target}.beta{number}", value, f"{prefix}adam.betas")
     draft.put(f"{target}.clip_norm", draft.number(f"{prefix}max_norm"), f"{prefix}max_norm")
-    key, ratio = f"{prefix}lr_scheduler", f"{prefix}min_lr_ratio"
+    key = f"{prefix}lr_scheduler"
+    ratio = f"{prefix}min_lr_ratio"
     kind = draft.text(key)
     schedule = _SCHEDULES.get(kind)
     warmup = f"{prefix}lr_warmup_ratio"
@@ -294,7 +297,8 @@ def _algorithm(draft: Draft, updates: int) -> None:
 
 
 def _loss(draft: Draft, name: str) -> None:
-    both, pair = "actor.eps_clip", "actor.eps_clip_low_high"
+    both = "actor.eps_clip"
+    pair = "actor.eps_clip_low_high"
     bounds = draft.value(pair)
     if isinstance(bounds, list) and len(bounds) == 2:
         draft.put(f"{ALGORITHM}.epsilon", bounds[0], pair)
@@ -302,7 +306,8 @@ def _loss(draft: Draft, name: str) -> None:
         draft.same(both, note="eps_clip_low_high counts")
     else:
         draft.put(f"{ALGORITHM}.epsilon", draft.number(both), both)
-    mode, kind = "actor.loss_agg_mode", "actor.policy_loss_type"
+    mode = "actor.loss_agg_mode"
+    kind = "actor.policy_loss_type"
     is_gspo = draft.text(kind) == "gspo"
     if is_gspo:
         draft.put(f"{ALGORITHM}.ratio", "sequence", kind)
@@ -322,8 +327,12 @@ def _loss(draft: Draft, name: str) -> None:
 
 
 def _penalties(draft: Draft, name: str) -> None:
-    coef, in_loss, kind = "algo.kl.init_coef", "algo.kl.use_loss", "algo.kl.estimator"
-    target, horizon, unbiased = "algo.kl.target", "algo.kl.horizon", "algo.kl.unbiased_gradient"
+    coef = "algo.kl.init_coef"
+    in_loss = "algo.kl.use_loss"
+    kind = "algo.kl.estimator"
+    target = "algo.kl.target"
+    horizon = "algo.kl.horizon"
+    unbiased = "algo.kl.unbiased_gradient"
     size = draft.number(coef) or 0.0
     if draft.truth(in_loss):
         draft.put(f"{ALGORITHM}.kl_coef", size, coef, in_loss)
@@ -351,8 +360,10 @@ def _penalties(draft: Draft, name: str) -> None:
 
 
 def _returns(draft: Draft, name: str, updates: int) -> None:
-    gamma, lambd = f"{_ADVANTAGE}.gamma", f"{_ADVANTAGE}.lambd"
-    steps, clip = "critic.freezing_steps", "critic.value_clip"
+    gamma = f"{_ADVANTAGE}.gamma"
+    lambd = f"{_ADVANTAGE}.lambd"
+    steps = "critic.freezing_steps"
+    clip = "critic.value_clip"
     if name in ("ppo", "reinforce_pp") and draft.text(f"{_ADVANTAGE}.estimator") in (
         "gae",
         "reinforce",
@@ -382,7 +393,8 @@ def _correction(draft: Draft) -> None:
     names = ("level", "mode", "gating", "threshold", "enable", "type")
     keys = {name: f"{_ADVANTAGE}.is_correction_{name}" for name in names}
     icepop = f"{_ADVANTAGE}.use_icepop"
-    level, mode = draft.text(keys["level"]), draft.text(keys["mode"])
+    level = draft.text(keys["level"])
+    mode = draft.text(keys["mode"])
     used = [keys["level"], keys["mode"]]
     if draft.truth(keys["enable"]):
         kind = "icepop" if draft.truth(icepop) else draft.text(keys["type"])
@@ -411,7 +423,8 @@ def _correction(draft: Draft) -> None:
 
 
 def _filter(draft: Draft) -> None:
-    on, bounds = "algo.dynamic_filtering_enable", "algo.dynamic_filtering_range"
+    on = "algo.dynamic_filtering_enable"
+    bounds = "algo.dynamic_filtering_range"
     if not draft.truth(on):
         draft.same(on, bounds, note="no group is left out")
         return
@@ -421,7 +434,8 @@ def _filter(draft: Draft) -> None:
 
 def _rewards(draft: Draft) -> None:
     functions: list[dict[str, JsonValue]] = []
-    url, model = "reward.remote_url", "reward.model_name_or_path"
+    url = "reward.remote_url"
+    model = "reward.model_name_or_path"
     label = draft.text("data.label_key")
     for place in shared.parts(draft, url):
         if place.endswith(".py"):
@@ -431,7 +445,8 @@ def _rewards(draft: Draft) -> None:
             draft.refuse(url, why="Duet calls no server of rewards; write a function that does")
     for source in shared.parts(draft, model):
         functions.append({"name": "reward_model", "options": {"source": source}})
-    size, factor = "reward.overlong_buffer_len", "reward.overlong_penalty_factor"
+    size = "reward.overlong_buffer_len"
+    factor = "reward.overlong_penalty_factor"
     if draft.number(size):
         cache = draft.integer(size)
         weight = draft.number(factor)

@@ -63,9 +63,11 @@ def put_warmup(
     steps, ratio: names of the keys. A `steps` below 1 is a share too (transformers 5).
     per_step: updates of a step of Duet. target: section of the optimizer.
     """
-    key, value = steps, draft.number(steps) if steps else None
+    key = steps
+    value = draft.number(steps) if steps else None
     if not value or value < 0:
-        key, value = ratio, draft.number(ratio) if ratio else None
+        key = ratio
+        value = draft.number(ratio) if ratio else None
     others = [name for name in (steps, ratio) if name and name != key]
     draft.same(*others, note="another key sets the warm-up" if value else "no warm-up")
     if not value or value < 0:

@@ -246,7 +246,8 @@ class _Reader:
 
     def _until(self, end: str, opening: str, escapes: bool = False) -> str:
         """Returns what stands in quotes, which begin here, and goes behind them."""
-        start, line = self._at + 1, self._line
+        start = self._at + 1
+        line = self._line
         at = start
         while at < len(self._text) and self._text[at] != end:
             if escapes and self._text.startswith(("$(", "${"), at) and end == '"':
@@ -278,7 +279,8 @@ class _Reader:
         """Returns the place behind the bracket that `$(` or `${` at `at` opens."""
         opening = self._text[at + 1]
         closing = {"(": ")", "{": "}"}[opening]
-        depth, place = 0, at + 1
+        depth = 0
+        place = at + 1
         while place < len(self._text):
             character = self._text[place]
             if character == "\\":
@@ -291,7 +293,8 @@ class _Reader:
 
     def _read_documents(self) -> None:
         for command, match in self._documents:
-            start, line = self._at, self._line
+            start = self._at
+            line = self._line
             indent, quote, end = match.groups()
             while True:
                 if self._at >= len(self._text):
@@ -453,7 +456,8 @@ class _Script:
         first = word.parts[0]
         match = _ASSIGNMENT.match(first.text)
         assert match is not None
-        name, adds = match[1], bool(match[2])
+        name = match[1]
+        adds = bool(match[2])
         if only_new and name in self._variables:
             return
         if word.array is not None:
@@ -588,7 +592,8 @@ def _integer_value(node: ast.expr) -> int:
 
 def _dollars(text: str) -> list[tuple[int, int]]:
     """Returns the start and end of each `$` expression of a text."""
-    places, at = [], 0
+    places = []
+    at = 0
     pattern = re.compile(r"\\.|`[^`]*`|\$(?=[\w{(@*?#!$-])", re.DOTALL)
     while match := pattern.search(text, at):
         at = match.end()

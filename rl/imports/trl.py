@@ -251,7 +251,8 @@ def _batches(draft: Draft, trainer: str) -> int:
             why=f"{device} per device x {processes} processes, {sums} accumulated, {batch} "
             f"completions in groups of {samples} are no integer number of groups and updates",
         )
-        prompts, updates = max(1, batch // samples), 1
+        prompts = max(1, batch // samples)
+        updates = 1
     text = f"{batch} completions in groups of {samples}"
     draft.put(f"{STAGE}.prompts_per_step", prompts, *keys, "num_generations", note=text)
     draft.put(f"{STAGE}.samples_per_prompt", samples, "num_generations")
@@ -583,7 +584,8 @@ def _ratio(draft: Draft, level: str) -> None:
 
 
 def _clips(draft: Draft, loss: str) -> None:
-    low, high = draft.number("epsilon"), draft.number("epsilon_high")
+    low = draft.number("epsilon")
+    high = draft.number("epsilon_high")
     keys = ("epsilon", "epsilon_high", "delta")
     if loss == "cispo":
         bound = low if high is None else high

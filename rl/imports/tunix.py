@@ -159,7 +159,8 @@ def _adapter(draft: Draft) -> None:
 
 def _mesh(draft: Draft) -> None:
     for section in ("actor_model_config", "model_config"):
-        shape, names = f"{section}.mesh.shape", f"{section}.mesh.axis_names"
+        shape = f"{section}.mesh.shape"
+        names = f"{section}.mesh.axis_names"
         if not draft.has(shape):
             continue
         sizes = [int(size) for size in re.findall(r"-?\d+", draft.text(shape))]
@@ -234,8 +235,10 @@ def _batches(draft: Draft, section: str, training: str) -> int:
 
 
 def _steps(draft: Draft, training: str) -> None:
-    most, batches = f"{training}.max_steps", "num_batches"
-    epochs, share = "num_train_epochs", "train_fraction"
+    most = f"{training}.max_steps"
+    batches = "num_batches"
+    epochs = "num_train_epochs"
+    share = "train_fraction"
     passes = draft.number(epochs) or 1
     fraction = draft.number(share) or 1.0
     if (steps := draft.integer(most)) and steps > 0:
@@ -254,8 +257,10 @@ def _steps(draft: Draft, training: str) -> None:
 
 
 def _data(draft: Draft) -> None:
-    name, train = "dataset_name", "data_config.train_data_path"
-    module, folder = "data_module", "data_directory"
+    name = "dataset_name"
+    train = "data_config.train_data_path"
+    module = "data_module"
+    folder = "data_directory"
     if draft.text(train):
         shared.put_data(draft, [draft.text(train)], train)
         draft.same(name, note="data_config names the rows")
@@ -274,9 +279,11 @@ def _data(draft: Draft) -> None:
         draft.task(f"data: {draft.text(module)} is code; write its rows to a file")
         draft.change(module, note="code: Duet reads rows of a file or of the hub")
     draft.same(module, note="no code")
-    draft.leave(folder, why="data.path names the rows") if draft.text(folder) else None
+    if draft.text(folder):
+        draft.leave(folder, why="data.path names the rows")
     draft.same(folder)
-    prompt, chat = "prompt_key", "apply_chat_template_to_dataset"
+    prompt = "prompt_key"
+    chat = "apply_chat_template_to_dataset"
     if draft.has(prompt):
         draft.put("data.columns.prompt", draft.text(prompt), prompt)
     draft.put("data.chat", True, chat, note="the chat template is applied")
@@ -334,14 +341,16 @@ def _schedule(draft: Draft, section: str, target: str, updates: int) -> None:
         if draft.has(rate):
             draft.same(rate, note=f"Tunix reads {used.rpartition('.')[2]}")
     draft.put(f"{target}.schedule", ours, kind)
-    least, most = draft.number(final) if final else None, draft.number(used)
+    least = draft.number(final) if final else None
+    most = draft.number(used)
     if least and most:
         share = least if final == alpha else round(least / most, 12)
         draft.put(f"{target}.final_fraction", share, final)
     if start and draft.number(start):
         draft.refuse(start, why="a warm-up starts at 0")
     _decay(draft, section, updates)
-    steps, ratio = f"{section}.warmup_steps", f"{section}.warmup_ratio"
+    steps = f"{section}.warmup_steps"
+    ratio = f"{section}.warmup_ratio"
     if shape.startswith("warmup") and target == OPTIMIZER:
         shared.put_warmup(draft, steps=steps, ratio=ratio, per_step=updates)
     elif shape.startswith("warmup") and draft.integer(steps):
@@ -383,7 +392,8 @@ def _grpo(draft: Draft, section: str) -> None:
     for key in ("epsilon", "epsilon_high"):
         if draft.number(f"{section}.{key}") is not None:
             draft.put(f"{ALGORITHM}.{key}", draft.number(f"{section}.{key}"), f"{section}.{key}")
-    beta, kind = f"{section}.beta", f"{section}.kl_loss_mode"
+    beta = f"{section}.beta"
+    kind = f"{section}.kl_loss_mode"
     size = draft.number(beta) or 0.0
     draft.put(f"{ALGORITHM}.kl_coef", size, beta)
     _kl(draft, kind, size)
@@ -407,7 +417,8 @@ def _kl(draft: Draft, kind: str, size: float) -> None:
 
 
 def _correction(draft: Draft, section: str) -> None:
-    level, limit = f"{section}.sampler_is", f"{section}.sampler_is_threshold"
+    level = f"{section}.sampler_is"
+    limit = f"{section}.sampler_is_threshold"
     sampler = f"{section}.use_rollout_logps"
     if draft.text(level) == "token":
         draft.put(f"{ALGORITHM}.correction", "token_truncate", level)
@@ -437,7 +448,8 @@ def _ppo(draft: Draft, section: str, updates: int) -> None:
     dual = f"{section}.epsilon_c"
     if draft.number(dual):
         draft.put(f"{ALGORITHM}.dual_clip", draft.number(dual), dual)
-    beta, kind = f"{section}.beta", f"{section}.kl_method"
+    beta = f"{section}.beta"
+    kind = f"{section}.kl_method"
     draft.put(f"{ALGORITHM}.kl_reward_coef", draft.number(beta) or 0.0, beta)
     if not draft.number(beta) or draft.text(kind) == "kl":
         draft.same(kind, note="the penalty of rewards is k1 (`kl`)")
@@ -453,7 +465,8 @@ def _ppo(draft: Draft, section: str, updates: int) -> None:
 
 
 def _rewards(draft: Draft) -> None:
-    key, verl = "reward_functions", "verl_compatible"
+    key = "reward_functions"
+    verl = "verl_compatible"
     functions: list[dict[str, JsonValue]] = []
     for file in draft.texts(key):
         names = ["compute_score"] if draft.truth(verl) else _functions(draft, key, file)
@@ -485,7 +498,9 @@ def _functions(draft: Draft, key: str, file: str) -> list[str]:
 
 
 def _evaluation(draft: Draft, every: str) -> None:
-    name, path, count = "dataset_name", "data_config.eval_data_path", "num_test_batches"
+    name = "dataset_name"
+    path = "data_config.eval_data_path"
+    count = "num_test_batches"
     data: dict[str, JsonValue] | None = None
     if draft.text(path):
         data = {"path": draft.text(path)}
@@ -505,8 +520,10 @@ def _evaluation(draft: Draft, every: str) -> None:
 
 def _sft(draft: Draft) -> None:
     draft.put(f"{ALGORITHM}.name", "sft")
-    training, sums = "training_config", "training_config.gradient_accumulation_steps"
-    batch, count = draft.integer("batch_size") or 1, draft.integer(sums) or 1
+    training = "training_config"
+    sums = "training_config.gradient_accumulation_steps"
+    batch = draft.integer("batch_size") or 1
+    count = draft.integer(sums) or 1
     note = f"{batch} x {count} accumulated" if count > 1 else ""
     draft.put(f"{STAGE}.prompts_per_step", batch * count, "batch_size", sums, note=note)
     draft.same(sums)

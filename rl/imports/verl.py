@@ -148,8 +148,10 @@ def _prediction(draft: Draft, section: str) -> None:
 
 def _batches(draft: Draft) -> int:
     """Writes prompts_per_step and updates_per_step. Returns the updates of a step."""
-    batch, mini = "data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size"
-    prompts, part = draft.integer(batch) or 1024, draft.integer(mini) or 256
+    batch = "data.train_batch_size"
+    mini = f"{_ACTOR}.ppo_mini_batch_size"
+    prompts = draft.integer(batch) or 1024
+    part = draft.integer(mini) or 256
     samples = draft.integer(f"{_ROLLOUT}.n") or 1
     draft.put(f"{STAGE}.prompts_per_step", prompts, batch)
     draft.put(f"{STAGE}.samples_per_prompt", samples, f"{_ROLLOUT}.n")
@@ -254,7 +256,8 @@ def _schedule(draft: Draft, section: str, target: str) -> None:
 
 
 def _warmup(draft: Draft, section: str, target: str, updates: int) -> None:
-    steps, ratio = f"{section}.lr_warmup_steps", f"{section}.lr_warmup_steps_ratio"
+    steps = f"{section}.lr_warmup_steps"
+    ratio = f"{section}.lr_warmup_steps_ratio"
     if not draft.has(ratio) and draft.has(f"{section}.warmup_steps_ratio"):
         ratio = f"{section}.warmup_steps_ratio"
     number = draft.integer(steps)
@@ -331,7 +334,8 @@ def _template(draft: Draft) -> None:
     keys = [key for key in draft.given.words if key.startswith(f"{name}.")]
     variables = {key.removeprefix(f"{name}."): draft.value(key) for key in keys}
     if not keys and isinstance(draft.value(name), dict):
-        keys, variables = [name], draft.value(name)
+        keys = [name]
+        variables = draft.value(name)
     if variables:
         draft.put("tokenizer.chat_template", {"variables": variables}, *keys)
     draft.same(name, note="no variables")
@@ -380,10 +384,13 @@ def _scale(draft: Draft, name: str, estimator: str) -> None:
 
 
 def _loss(draft: Draft, name: str, mode: str) -> None:
-    low, high = f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"
-    both, dual = f"{_ACTOR}.clip_ratio", f"{_ACTOR}.clip_ratio_c"
+    low = f"{_ACTOR}.clip_ratio_low"
+    high = f"{_ACTOR}.clip_ratio_high"
+    both = f"{_ACTOR}.clip_ratio"
+    dual = f"{_ACTOR}.clip_ratio_c"
     key = f"{_ACTOR}.policy_loss.loss_mode"
-    lowest, highest = draft.number(low), draft.number(high)
+    lowest = draft.number(low)
+    highest = draft.number(high)
     if (
         draft.has(both)
         and draft.number(both) != lowest
@@ -421,7 +428,8 @@ def _loss(draft: Draft, name: str, mode: str) -> None:
 
 
 def _aggregation(draft: Draft, mode: str) -> None:
-    key, factor = f"{_ACTOR}.loss_agg_mode", f"{_ACTOR}.loss_scale_factor"
+    key = f"{_ACTOR}.loss_agg_mode"
+    factor = f"{_ACTOR}.loss_scale_factor"
     if mode in ("geo_mean", "sapo"):
         draft.put(f"{ALGORITHM}.aggregation", "sequence", key, note=f"always in {mode} of verl")
     elif (ours := _AGGREGATIONS.get(draft.text(key))) is None:
@@ -457,7 +465,8 @@ def _penalties(draft: Draft, name: str) -> None:
 
 
 def _reward_penalty(draft: Draft, name: str) -> None:
-    on, kind = "algorithm.use_kl_in_reward", "algorithm.kl_penalty"
+    on = "algorithm.use_kl_in_reward"
+    kind = "algorithm.kl_penalty"
     controls = [f"algorithm.kl_ctrl.{key}" for key in ("type", "kl_coef", "target_kl", "horizon")]
     adapts, coef, target, horizon = controls
     if not draft.truth(on):
@@ -481,10 +490,12 @@ def _reward_penalty(draft: Draft, name: str) -> None:
 
 def _returns(draft: Draft, name: str, updates: int) -> None:
     """Writes what belongs to returns and the critic."""
-    gamma, lam = "algorithm.gamma", "algorithm.lam"
+    gamma = "algorithm.gamma"
+    lam = "algorithm.lam"
     if name in ("ppo", "reinforce_pp"):
         draft.put(f"{ALGORITHM}.gamma", draft.number(gamma), gamma)
-    warmup, clip = "trainer.critic_warmup", "critic.cliprange_value"
+    warmup = "trainer.critic_warmup"
+    clip = "critic.cliprange_value"
     critic = [key for key in draft.given.words if key.startswith("critic.")]
     if name != "ppo":
         keys = [key for key in critic if draft.fate_of(key) is None]
@@ -496,7 +507,8 @@ def _returns(draft: Draft, name: str, updates: int) -> None:
         draft.put(f"{ALGORITHM}.critic_warmup", draft.integer(warmup), warmup)
     draft.same(warmup, "critic.enable")
     _optimizer(draft, "critic.optim", "critic.grad_clip", f"{STAGE}.critic", updates)
-    path, policy = "critic.model.path", "actor_rollout_ref.model.path"
+    path = "critic.model.path"
+    policy = "actor_rollout_ref.model.path"
     if draft.has(path) and draft.text(path) != draft.text(policy):
         draft.refuse(path, why="a critic starts as a copy of the policy")
     draft.same(path, note="a critic starts as a copy of the policy")
@@ -505,8 +517,10 @@ def _returns(draft: Draft, name: str, updates: int) -> None:
 def _correction(draft: Draft) -> None:
     section = "algorithm.rollout_correction"
     level = f"{section}.rollout_is"
-    limit, batch = f"{level}_threshold", f"{level}_batch_normalize"
-    bypass, loss = f"{section}.bypass_mode", f"{section}.loss_type"
+    limit = f"{level}_threshold"
+    batch = f"{level}_batch_normalize"
+    bypass = f"{section}.bypass_mode"
+    loss = f"{section}.loss_type"
     if draft.truth(bypass):
         draft.put(f"{ALGORITHM}.old_logp", "sampler", bypass)
         if draft.text(loss) != "ppo_clip":
@@ -514,7 +528,8 @@ def _correction(draft: Draft) -> None:
     draft.same(bypass, loss)
     cap = f"{_ACTOR}.tis_imp_ratio_cap"
     if draft.has("algorithm.rollout_is_threshold") and not draft.has(level):
-        level, limit = "algorithm.rollout_is", "algorithm.rollout_is_threshold"
+        level = "algorithm.rollout_is"
+        limit = "algorithm.rollout_is_threshold"
     kind = draft.text(level).lower()
     if (draft.number(cap) or -1) > 0:
         draft.put(f"{ALGORITHM}.correction", "token_truncate", cap)
@@ -541,7 +556,8 @@ def _bounds(draft: Draft, kind: str, level: str, limit: str) -> None:
 
 
 def _rejection(draft: Draft, section: str) -> None:
-    key, limit = f"{section}.rollout_rs", f"{section}.rollout_rs_threshold"
+    key = f"{section}.rollout_rs"
+    limit = f"{section}.rollout_rs_threshold"
     kind = draft.text(key)
     if kind in ("", "null", "None", "none"):
         draft.same(key, limit, f"{limit}_lower", note="no rejection")
@@ -574,7 +590,8 @@ def _filter(draft: Draft) -> None:
 def _rewards(draft: Draft) -> None:
     sections = ("reward.custom_reward_function", "custom_reward_function")
     section = next((s for s in sections if draft.has(f"{s}.path")), sections[0])
-    path, name = f"{section}.path", f"{section}.name"
+    path = f"{section}.path"
+    name = f"{section}.name"
     functions: list[dict[str, JsonValue]] = []
     prefix = f"{section}.reward_kwargs"
     options = {

@@ -119,7 +119,9 @@ def _local_files(config: RunConfig) -> tuple[list[Path], list[str]]:
     that are not copied."""
     tree = config.model_dump(exclude={"run": {"dir"}})
     paths = {path for text in _texts(tree) if (path := _path(text)) is not None}
-    copied, remarks, size = [], [], 0
+    copied = []
+    remarks = []
+    size = 0
     for path in sorted(paths):
         if path.is_absolute() or ".." in path.parts:
             remarks.append(

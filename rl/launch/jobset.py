@@ -27,7 +27,7 @@ def check(machines: Machines, capacity: Capacity) -> None:
 
 
 def launched(job: ClusterJob) -> Launched:
-    """Returns the JobSet."""
+    """Returns the JobSet with its Dockerfile, and the commands to type."""
     codes = f"{FAILING_CODES[0]} to {FAILING_CODES[-1]}"
     text = _HEADER.format(codes=codes, restarts=job.limits.max_restarts) + dump(_jobset(job))
     at = f" -n {job.places.namespace}" if job.places.namespace else ""

@@ -27,7 +27,7 @@ uv pip install --python ~/duet/bin/python "$(echo *.whl){extras}"{packages}
 
 
 def launched(job: ClusterJob) -> Launched:
-    """Returns the task."""
+    """Returns the task of a managed job, and the commands to type."""
     codes = " and ".join(map(str, RESTARTING_CODES))
     files = {FILE: _HEADER.format(codes=codes) + dump(_task(job))}
     options = "".join(f" --secret {each.variable}" for each in job.secrets)

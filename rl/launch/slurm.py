@@ -104,7 +104,8 @@ def check(machines: Machines, capacity: Capacity) -> None:
 
 
 def _options(job: ClusterJob) -> list[str]:
-    machines, places = job.machines, job.places
+    machines = job.machines
+    places = job.places
     options = [
         f"--job-name={job.name}",
         f"--nodes={machines.hosts}",

@@ -121,7 +121,7 @@ def check(machines: Machines, capacity: Capacity) -> None:
 
 
 def launched(job: ClusterJob) -> Launched:
-    """Returns the scripts."""
+    """Returns the scripts that create and follow TPU VMs, and the commands to type."""
     machines = job.machines
     several = machines.slices > 1
     nodes = [f"{job.name}-{number}" for number in range(machines.slices)] if several else [job.name]

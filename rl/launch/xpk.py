@@ -40,7 +40,7 @@ def check(machines: Machines, capacity: Capacity) -> None:
 
 
 def launched(job: ClusterJob) -> Launched:
-    """Returns the script."""
+    """Returns the script that creates the workload, and the commands to type."""
     machines = job.machines
     name = machines.slice_name if machines.is_usual else f"{machines.tpu.prefix}-{machines.shape}"
     places = job.places

@@ -118,7 +118,8 @@ def requests(points: Sequence[Point]) -> Iterator[list[Point]]:
     for point in points:
         if request and size + len(point.metrics) > _METRICS:
             yield request
-            request, size = [], 0
+            request = []
+            size = 0
         request.append(point)
         size += len(point.metrics)
     if request:
