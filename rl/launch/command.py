@@ -43,6 +43,7 @@ _OF_KINDS = {
     "partition": ("slurm",),
     "account": ("slurm",),
     "time": ("slurm",),
+    "cpus_per_task": ("slurm",),
     "setup": ("slurm",),
 }
 """Options that only some kinds read."""
@@ -113,9 +114,9 @@ def _places(arguments: argparse.Namespace) -> CloudNames:
     names = {
         each.name: plain_name(f"--{each.name.replace('_', '-')}", getattr(arguments, each.name))
         for each in fields(CloudNames)
-        if each.name != "setup"
+        if each.name not in ("cpus_per_task", "setup")
     }
-    return CloudNames(**names, setup=tuple(arguments.setup))
+    return CloudNames(**names, cpus_per_task=arguments.cpus_per_task, setup=tuple(arguments.setup))
 
 
 def _version() -> str:

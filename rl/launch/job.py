@@ -63,8 +63,8 @@ class Secret:
 
 @dataclass(frozen=True)
 class CloudNames:
-    """Where the run goes: names of the cloud's own, None where the command asks for them. setup:
-    shell lines before the run, on SLURM."""
+    """Where the run goes: names of the cloud's own, None where the command asks for them.
+    cpus_per_task, setup: cores of a host, and shell lines before the run, on SLURM."""
 
     project: str | None = None
     zone: str | None = None
@@ -74,6 +74,7 @@ class CloudNames:
     partition: str | None = None
     account: str | None = None
     time: str | None = None
+    cpus_per_task: int | None = None
     setup: tuple[str, ...] = ()
 
 

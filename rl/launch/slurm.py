@@ -15,9 +15,10 @@ _SHIFT = 200
 _SCRIPT = """\
 #!/bin/bash
 {options}
-# Made by `rl launch slurm`. {grace} seconds before the end of its time, SLURM asks the run to stop;
-# it saves, and the job is queued again, as after the loss of a node, at most {restarts} times. Exit
-# codes 1 to {last} of the run end the job.
+# Made by `rl launch slurm`. {grace} seconds before the end of its time, SLURM sends USR1: the run
+# stops and saves, and the job is queued again, as after the loss of a node, at most {restarts}
+# times. Exit codes 1 to {last} of the run end the job, and so does TERM, which `scancel` sends: the
+# run saves, and the job is not queued again.
 set -uo pipefail
 cd {folder}
 {checks}{setup}
@@ -33,7 +34,9 @@ task='
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 {srun} bash -c "$task" "$first:{port}" &
 step=$!
-trap 'scancel --signal=TERM "$SLURM_JOB_ID.0"' TERM
+stopped=
+trap 'scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1
+trap 'stopped=yes; scancel --signal=TERM "$SLURM_JOB_ID.0"' TERM
 wait "$step"
 code=$?
 while kill -0 "$step" 2> /dev/null; do  # a signal ends `wait` before the step has ended
@@ -44,7 +47,7 @@ done
 case $code in
     {shift_pattern}) exit $((code - {shift})) ;;
     {again})
-        if ((${{SLURM_RESTART_COUNT:-0}} < {restarts})); then
+        if [ -z "$stopped" ] && ((${{SLURM_RESTART_COUNT:-0}} < {restarts})); then
             scontrol requeue "$SLURM_JOB_ID"
             sleep 60
         fi
@@ -69,7 +72,7 @@ def launched(job: ClusterJob) -> Launched:
         setup="".join(f"{line}\n" for line in job.places.setup),
         last=last,
         shift=_SHIFT,
-        shift_pattern=f"20[{FAILING_CODES[0]}-{last}]",
+        shift_pattern="|".join(str(code + _SHIFT) for code in FAILING_CODES),
         train=_train(job),
         srun=lines(_srun(job)),
         port=PORT,
@@ -80,11 +83,17 @@ def launched(job: ClusterJob) -> Launched:
         Command("start the run", f"sbatch {FILE}"),
         Command("watch it", f"squeue --me --name={job.name}"),
         Command(
-            "stop it; it continues when you start it again",
+            "stop it when it runs; it saves, and continues when you start it again",
             f"scancel --batch --signal=TERM --name={job.name}",
         ),
+        Command("take it out of the queue", f"scancel --state=PENDING --name={job.name}"),
     ]
     remarks = []
+    if job.machines.platform == "gpu" and job.places.cpus_per_task is None:
+        remarks.append(
+            "--cpus-per-task is missing: each host gives the run as many cores as the cluster gives "
+            "to a task, often one"
+        )
     if not job.image:
         remarks.append(
             "the nodes run the `rl-train` that --setup activates, or else that of your shell"
@@ -110,11 +119,12 @@ def _options(job: ClusterJob) -> list[str]:
         f"--job-name={job.name}",
         f"--nodes={machines.hosts}",
         "--ntasks-per-node=1",
-        _chips(machines),
+        *_chips(machines),
+        *_cores(job),
         f"--output={job.name}-%j.log",
         "--open-mode=append",
         "--requeue",
-        f"--signal=B:TERM@{job.limits.grace}",
+        f"--signal=B:USR1@{job.limits.grace}",
     ]
     named = {
         "partition": places.partition,
@@ -125,22 +135,46 @@ def _options(job: ClusterJob) -> list[str]:
     return options + [f"--{name}={value}" for name, value in named.items() if value is not None]
 
 
-def _chips(machines: Machines) -> str:
+def _chips(machines: Machines) -> list[str]:
     if machines.platform == "cpu":
-        return f"--cpus-per-task={machines.chips}"
+        return []
     kind = f"{machines.gpu.slurm}:" if machines.gpu.slurm else ""
-    return f"--gpus-per-node={kind}{machines.chips}"
+    return [f"--gpus-per-node={kind}{machines.chips}"]
+
+
+def _cores(job: ClusterJob) -> list[str]:
+    """Returns the option of the cores of a host, for sbatch and, since SLURM 22.05, srun too."""
+    asked = job.places.cpus_per_task
+    if job.machines.platform == "cpu":
+        if asked not in (None, job.machines.chips):
+            raise ConfigError(
+                f"--cpus-per-task {asked}: --topology {job.machines.name} says {job.machines.chips}"
+            )
+        asked = job.machines.chips
+    return [] if asked is None else [f"--cpus-per-task={asked}"]
 
 
 def _srun(job: ClusterJob) -> list[str]:
-    words = ["srun --kill-on-bad-exit=1"]
+    words = ["srun --kill-on-bad-exit=1", *_cores(job)]
     if job.image:
         words += [
-            f"--container-image={quoted(job.image)}",
+            f"--container-image={quoted(_image(job.image))}",
             f"--container-mounts={quoted(f'{job.folders.working}:{job.folders.working}')}",
             f"--container-workdir={quoted(job.folders.working)}",
         ]
     return words
+
+
+def _image(name: str) -> str:
+    """Returns an image as pyxis names it: REGISTRY#IMAGE:TAG, IMAGE:TAG of Docker Hub, or the path
+    of a file, which begins with / or ./."""
+    registry, _, image = name.partition("/")
+    if registry in ("", "."):
+        return name
+    if registry == "docker.io":
+        return image
+    is_registry = bool(image) and ("." in registry or ":" in registry or registry == "localhost")
+    return f"{registry}#{image}" if is_registry else name
 
 
 def _train(job: ClusterJob) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 
@@ -153,7 +154,9 @@ def test_hosts_without_chips_are_for_trials(topology, tmp_path, jobset_schema):
     assert pod(document)["containers"][0]["resources"]["limits"] == {"cpu": "4"}
     assert "nodeSelector" not in pod(document)
     assert '*.whl)" && rm' in (tmp_path / "jobset" / "Dockerfile.cpu").read_text()
-    assert "--cpus-per-task=4\n" in (tmp_path / "slurm" / "run.sbatch").read_text()
+    script = (tmp_path / "slurm" / "run.sbatch").read_text()
+    assert "#SBATCH --cpus-per-task=4\n" in script and " --cpus-per-task=4 " in script
+    assert launch("slurm", topology, tmp_path / "five", "--cpus-per-task", "5") == 2
     task = sky(tmp_path / "sky")
     check_sky(task, json.loads((SCHEMAS / "sky.schema.json").read_text()))
     assert (task["num_nodes"], task["resources"]["cpus"]) == (hosts, "4+")
@@ -250,6 +253,18 @@ def test_a_wrong_option_is_refused_before_a_file_is_written(options, told, tmp_p
     assert launch("jobset", "v6e:4x4", tmp_path / "x", *options) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "least"),
+    [("--grace", "x", 0), ("--max-restarts", "-1", 0), ("--cpus-per-task", "0", 1)],
+)
+def test_a_number_that_is_none_is_named(option, text, least, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        launch("slurm", "gpu:1", tmp_path, option, text)
+    assert (
+        f"argument {option}: {text}: must be a number of {least} or more" in capsys.readouterr().err
+    )
 
 
 def test_the_configuration_is_that_of_the_machines_with_the_files_that_it_names(
@@ -409,14 +424,14 @@ def test_the_options_of_sbatch_are_options_of_sbatch(tmp_path):
     assert set(given) <= set(SBATCH.split())
     assert (given["--nodes"], given["--ntasks-per-node"]) == ("4", "1")
     assert given["--gpus-per-node"] == "h100:8"
-    assert given["--signal"] == "B:TERM@300" and "--requeue" in given
+    assert given["--signal"] == "B:USR1@300" and "--requeue" in given
     assert "srun --kill-on-bad-exit" in text
     # sbatch ignores options below the first command.
     first = next(n for n, line in enumerate(text.splitlines()) if line and line[0] != "#")
     assert "#SBATCH" not in "\n".join(text.splitlines()[first:])
 
 
-def run_sbatch(directory, *codes, restarts=0, signal=False) -> tuple[int, str]:
+def run_sbatch(directory, *codes, restarts=0, sent=None) -> tuple[int, str]:
     """Runs the batch script where `srun` runs as many tasks as codes, each of which ends with its
     code. Returns the exit code, and what `scontrol` and `scancel` were asked."""
     folder = directory / "bin"
@@ -433,7 +448,7 @@ def run_sbatch(directory, *codes, restarts=0, signal=False) -> tuple[int, str]:
         )
         + "exit $worst",
     )
-    wait = "sleep 1; " if signal else ""
+    wait = "sleep 1; " if sent else ""
     stub(folder, "rl-train", f'{wait}echo "rl-train $*" >> {log}; exit $CODE')
     stub(folder, "scontrol", f'[ "$1" = show ] && echo node7 || echo "scontrol $*" >> {log}')
     stub(folder, "scancel", f'echo "scancel $*" >> {log}')
@@ -445,9 +460,9 @@ def run_sbatch(directory, *codes, restarts=0, signal=False) -> tuple[int, str]:
         "SLURM_RESTART_COUNT": str(restarts),
     }
     process = subprocess.Popen(["bash", str(directory / "run.sbatch")], env=environment)
-    if signal:
+    if sent:
         subprocess.run(["/bin/sleep", "0.5"])
-        process.terminate()
+        process.send_signal(sent)
     return process.wait(30), log.read_text()
 
 
@@ -466,12 +481,31 @@ def test_a_batch_job_is_queued_again_after_75_76_and_kills_and_after_nothing_els
     assert "--processes 2 --process 1 --coordinator node7:8476" in log
 
 
-def test_a_batch_job_tells_the_step_when_its_time_ends_and_waits_for_it(tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_batch_job_stops_the_step_and_is_queued_again_only_at_the_end_of_its_time(sent, tmp_path):
     assert launch("slurm", "h100:8", tmp_path) == 0
-    ended, log = run_sbatch(tmp_path, 75, signal=True)
+    ended, log = run_sbatch(tmp_path, 75, sent=sent)
     assert ended == 75
-    assert "scancel --signal=TERM 42.0" in log
-    assert log.index("scancel") < log.index("rl-train") < log.index("scontrol requeue")
+    assert log.index("scancel --signal=TERM 42.0") < log.index("rl-train")
+    assert ("scontrol requeue" in log) == (sent == signal.SIGUSR1)
+
+
+@pytest.mark.parametrize(
+    ("image", "named"),
+    [
+        ("duet:1", "duet:1"),
+        ("team/duet:1", "team/duet:1"),
+        ("docker.io/team/duet:1", "team/duet:1"),
+        ("ghcr.io/team/duet:1", '"ghcr.io#team/duet:1"'),
+        ("node:5000/duet:1", '"node:5000#duet:1"'),
+        ("localhost/duet", '"localhost#duet"'),
+        ("/images/duet.sqsh", "/images/duet.sqsh"),
+        ("./duet.sqsh", "./duet.sqsh"),
+    ],
+)
+def test_the_image_of_a_batch_job_is_named_as_pyxis_names_it(image, named, tmp_path):
+    assert launch("slurm", "gpu:4", tmp_path, "--image", image) == 0
+    assert f"--container-image={named} " in (tmp_path / "run.sbatch").read_text()
 
 
 def test_commands_before_the_run_and_the_container_are_in_the_batch_script(tmp_path):
@@ -481,6 +515,17 @@ def test_commands_before_the_run_and_the_container_are_in_the_batch_script(tmp_p
     assert "\nmodule load cuda\n" in text and "--container-image=host/duet:1" in text
     assert ': "${HF_TOKEN:?' in text and "--gpus-per-node=4\n" in text
     assert subprocess.run(["bash", "-n", str(tmp_path / "run.sbatch")]).returncode == 0
+
+
+def test_the_cores_of_a_host_are_asked_of_sbatch_and_srun(tmp_path, capsys):
+    assert launch("slurm", "gpu:4", tmp_path, "--cpus-per-task", "32") == 0
+    text = (tmp_path / "run.sbatch").read_text()
+    assert "#SBATCH --cpus-per-task=32\n" in text
+    assert "--cpus-per-task=32 " in text[text.index("srun --kill") :]
+    assert "--cpus-per-task is missing" not in capsys.readouterr().out
+    assert launch("slurm", "gpu:4", tmp_path) == 0
+    assert "--cpus-per-task is missing" in capsys.readouterr().out
+    assert "--cpus-per-task" not in (tmp_path / "run.sbatch").read_text()
 
 
 def run_tpu_vm(directory, states, codes) -> tuple[int, list[str]]:

@@ -92,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     places.add_argument("--partition", help="slurm")
     places.add_argument("--account", help="slurm")
     places.add_argument("--time", help="slurm: limit of time, as 12:00:00")
+    places.add_argument("--cpus-per-task", type=_cores, metavar="N", help="slurm: cores of a host")
     places.add_argument(
         "--setup",
         action="append",
@@ -102,9 +103,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    if (number := int(text)) < 0:
-        raise ValueError
-    return number
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of 0 or more")
+    return int(text)
+
+
+def _cores(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of 1 or more")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
