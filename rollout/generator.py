@@ -270,17 +270,16 @@ class Generator:
         numbers of rows of the tables of pictures and sounds that prompts will have."""
         return self._compile_widths(longest, self._widths(params), media_rows, strict=strict)
 
-    def compile_for_clients(
-        self, longest: int, usual: SamplingParams, media_rows: Sequence[int] = ()
-    ) -> int:
+    def compile_for_clients(self, longest: int, usual: SamplingParams) -> int:
         """Compiles as `compile_ahead`, for requests whose parameters strangers choose; returns the
         number of programs. A decode runs one of three programs of its number of rows: that of
-        requests like `usual`, that with log-probabilities, and one for all other parameters. No
-        parameter makes the generator compile another one; those that need one are refused."""
+        requests like `usual`, which is compiled now, that with log-probabilities, and one for all
+        other parameters. No parameter makes the generator compile another one; those that need one
+        are refused."""
         runner = self.engine.runner
         [widths] = self._widths([usual])
         runner.fix_widths(widths_for_clients(widths))
-        return self._compile_widths(longest, runner.fixed_widths, media_rows, strict=False)
+        return self._compile_widths(longest, [widths], (), strict=False)
 
     def _compile_widths(
         self, longest: int, widths: Sequence[Widths], media_rows: Sequence[int], *, strict: bool

@@ -34,12 +34,6 @@ def picture_of(url: str, place: str) -> Reference:
         raise invalid(place, str(error)) from None
 
 
-def table_rows(max_length: int) -> int:
-    """Returns the rows of the table of the pictures of a prompt, which has no more placeholders
-    than tokens."""
-    return 1 << (max_length - 1).bit_length()
-
-
 class Pictures:
     """Encodes the pictures of requests with the towers of the model.
 
@@ -52,8 +46,9 @@ class Pictures:
 
         self.processors = processors
         encoder = MediaEncoder(generator.model.graph)
+        rows = 1 << (generator.max_length - 1).bit_length()  # a prompt has no more placeholders
         self._waiting = ThreadPoolExecutor(_WAITING, thread_name_prefix="pictures")
-        self._tables = MediaTables(encoder, Loader(processors), table_rows(generator.max_length))
+        self._tables = MediaTables(encoder, Loader(processors), rows)
 
     def check(self, references: Sequence[Reference]) -> None:
         """Raises ApiError for a picture whose size the model cannot represent."""

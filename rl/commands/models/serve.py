@@ -192,7 +192,6 @@ def _load(arguments: argparse.Namespace) -> _Served:
     environment.use_program_cache(environment.default_program_cache())
     environment.leave_torch_out()
     from rl.run.health import devices
-    from rl.serve.pictures import table_rows
     from rollout import Generator, GeneratorOptions
 
     devices.check(arguments.platform)
@@ -227,8 +226,7 @@ def _load(arguments: argparse.Namespace) -> _Served:
     if adapters and name in adapters.names:
         raise ConfigError(f"--adapter {name}=...: the model itself has this name; see --name")
     print(f"{name}: compiling, which takes minutes the first time", file=sys.stderr, flush=True)
-    media_rows = () if processors is None else (table_rows(max_length),)
-    generator.compile_for_clients(max_length, source.params, media_rows)
+    generator.compile_for_clients(max_length, source.params)
     return _Served(name, tokenizer, generator, source.params.stop_token_ids, processors)
 
 
