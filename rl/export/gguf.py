@@ -53,7 +53,7 @@ def write(exported: Exportable, directory: Path, kind: GgufType, name: str) -> l
 
 def vocabulary_of(exported: Exportable) -> Vocabulary:
     """Returns the fields of the tokenizer of an export. A note names the stops that a file has no
-    keys for. Raises ModelFileError."""
+    keys for, another one a tokenizer that llama.cpp does not read. Raises ModelFileError."""
     from policy.huggingface.gguf.vocabulary import STOP_KEYS, of_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +77,13 @@ def vocabulary_of(exported: Exportable) -> Vocabulary:
             f"export: a GGUF file has keys for {len(STOP_KEYS)} tokens that end a completion; in "
             f"programs that read it, these tokens do not: {', '.join(map(str, left_out))}"
         )
-    return of_tokenizer(tokenizer, _special(keys), drawn, template)
+    result = of_tokenizer(tokenizer, _special(keys), drawn, template)
+    if result.kind == "gpt2" and not result.merges:
+        exported.note(
+            "export: the tokenizer has no merges; transformers and Duet read the file, llama.cpp "
+            "refuses it"
+        )
+    return result
 
 
 def _special(keys: dict) -> dict[str, str | None]:

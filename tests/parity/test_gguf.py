@@ -47,7 +47,7 @@ DELTA_NETS = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 8,
+    "linear_value_head_dim": 16,
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 1e4,
@@ -253,6 +253,10 @@ def test_tokenizers_come_back(pre, tmp_path):
                 "layer_types": ["conv", "full_attention"],
             },
             "conv_bias True",
+        ),
+        (
+            {"model_type": "qwen3_5_text", "linear_value_head_dim": 64},
+            "linear_value_head_dim 64.*llama.cpp takes linear_key_head_dim, 128",
         ),
         (
             {

@@ -211,7 +211,9 @@ def test_stops_that_a_gguf_file_has_no_keys_for_are_named(
     shutil.copytree(small_model, model)
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 10, 11, 12]}')
     assert export(model, tmp_path / "out", "--gguf", "f16") == 0
-    assert "these tokens do not: 12" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "these tokens do not: 12" in printed
+    assert "no merges" in printed  # of single bytes
 
 
 def test_one_gguf_file_is_written_and_read_like_any_model(

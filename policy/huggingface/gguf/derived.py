@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from policy.families import lfm2, qwen3_5
+from policy.huggingface.file_error import ModelFileError
 
 Numbers = Mapping[str, Any]
 """Metadata of a file, by key after "ARCHITECTURE."."""
@@ -17,7 +18,8 @@ class Derived(Protocol):
     """What an architecture says otherwise than number by number."""
 
     def numbers(self, full: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns metadata for a complete configuration."""
+        """Returns metadata for a complete configuration. Raises ModelFileError for one that
+        programs compute otherwise."""
         ...
 
     def config(self, numbers: Numbers) -> dict[str, Any]:
@@ -73,9 +75,16 @@ class Qwen35:
     def numbers(self, full: Mapping[str, Any]) -> dict[str, Any]:
         sections = full["rope_parameters"].get("mrope_section") or qwen3_5.SECTIONS
         heads = full["linear_num_value_heads"]
+        values = full["linear_value_head_dim"]
+        keys = full["linear_key_head_dim"]
+        if values != keys:
+            raise ModelFileError(
+                f"linear_value_head_dim {values}: not written as GGUF; llama.cpp takes "
+                f"linear_key_head_dim, {keys}, for both"
+            )
         return {
             "full_attention_interval": _interval(full["layer_types"]),
-            "ssm.inner_size": full["linear_value_head_dim"] * heads,
+            "ssm.inner_size": values * heads,
             "rope.dimension_sections": [*sections, 0],
         }
 
