@@ -34,6 +34,8 @@ from rl.launch.machines import Machines
 from rl.remote.urls import scheme_of
 
 _LEAST_GRACE = 300
+_MAX_RESTARTS = 50
+_STARTED_AGAIN = ("jobset", "xpk", "tpu-vm", "slurm")
 _OF_KINDS = {
     "project": ("xpk", "tpu-vm"),
     "zone": ("xpk", "tpu-vm", "sky"),
@@ -45,6 +47,8 @@ _OF_KINDS = {
     "time": ("slurm",),
     "cpus_per_task": ("slurm",),
     "setup": ("slurm",),
+    "grace": _STARTED_AGAIN,
+    "max_restarts": _STARTED_AGAIN,
 }
 """Options that only some kinds read."""
 
@@ -92,10 +96,6 @@ def _packages(job: ClusterJob, config: LaunchedConfig, more: list[str]) -> Packa
 def _job(arguments: argparse.Namespace, machines: Machines, files: list[str]) -> ClusterJob:
     if not files:
         raise ConfigError("CONFIG is missing: name the file of the run first, then key=value")
-    if arguments.grace < _LEAST_GRACE:
-        raise ConfigError(
-            f"--grace {arguments.grace}: a step has to end and be saved; at least {_LEAST_GRACE}"
-        )
     return ClusterJob(
         name=job_name(arguments.name, Path(files[0]).stem),
         machines=machines,
@@ -103,11 +103,21 @@ def _job(arguments: argparse.Namespace, machines: Machines, files: list[str]) ->
         image=plain_name("--image", arguments.image),
         secrets=tuple(Secret.read(text) for text in arguments.secret),
         capacity=Capacity(arguments.spot, plain_name("--reservation", arguments.reservation)),
-        limits=RestartLimits(arguments.grace, arguments.max_restarts),
+        limits=_limits(arguments),
         packages=Packages(_wheel(), _version()),
         folders=Folders(str(Path.cwd()), str(arguments.output.absolute())),
         places=_places(arguments),
     )
+
+
+def _limits(arguments: argparse.Namespace) -> RestartLimits:
+    grace = _LEAST_GRACE if arguments.grace is None else arguments.grace
+    if grace < _LEAST_GRACE:
+        raise ConfigError(
+            f"--grace {grace}: a step has to end and be saved; at least {_LEAST_GRACE}"
+        )
+    restarts = _MAX_RESTARTS if arguments.max_restarts is None else arguments.max_restarts
+    return RestartLimits(grace, restarts)
 
 
 def _places(arguments: argparse.Namespace) -> CloudNames:
@@ -169,7 +179,7 @@ def _unused(arguments: argparse.Namespace) -> list[str]:
     return [
         f"--{name.replace('_', '-')} is not used: it is for {', '.join(kinds)}"
         for name, kinds in _OF_KINDS.items()
-        if getattr(arguments, name) and arguments.kind not in kinds
+        if getattr(arguments, name) not in (None, []) and arguments.kind not in kinds
     ]
 
 

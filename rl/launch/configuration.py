@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,9 +155,10 @@ def _texts(value: object) -> Iterator[str]:
 def _path(text: str) -> Path | None:
     """Returns the file or folder that a text names, also as `file.py:function`."""
     for each in (text, text.rpartition(":")[0]):
-        if each and len(each) < 1024 and ("/" in each or "." in each) and "\n" not in each:
+        if each and ("/" in each or "." in each) and "\n" not in each:
             path = Path(each)
-            if path.exists() and path.resolve() != Path.cwd():
+            # Path.exists raises for long texts, and for folders that may not be read.
+            if os.path.exists(each) and path.resolve() != Path.cwd():
                 return path
     return None
 

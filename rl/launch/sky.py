@@ -41,7 +41,10 @@ def launched(job: ClusterJob) -> Launched:
         Command("read its console", f"sky jobs logs --name {job.name}"),
         Command("stop it", f"sky jobs cancel --name {job.name}"),
     ]
-    return Launched(files, commands)
+    remarks = []
+    if job.image is not None and job.machines.platform == "tpu":
+        remarks.append("--image is not used: SkyPilot installs the wheel on TPU VMs")
+    return Launched(files, commands, remarks)
 
 
 def check(machines: Machines, capacity: Capacity) -> None:
@@ -95,7 +98,7 @@ def _resources(job: ClusterJob) -> dict[str, JsonValue]:
         resources = {"cpus": f"{machines.chips}+"}
         if machines.platform == "gpu":
             resources = {"accelerators": {str(machines.gpu.sky): machines.chips}}
-        if job.capacity.reservation is not None:
+        if job.capacity.reservation is not None or job.places.zone is not None:
             resources = {"infra": _infra(job), **resources}
         if job.image is not None:
             resources["image_id"] = f"docker:{job.image}"
@@ -114,8 +117,9 @@ def _infra(job: ClusterJob) -> str:
 
 def _run(job: ClusterJob) -> str:
     """Returns the shell line of the run, in which the shell of the machine expands $HOME."""
-    words = job.train(runs="RUNS")
-    text = shlex.join(words).replace("RUNS/", '"$HOME"/runs/')
+    folder = f'run.dir="$HOME"/runs/{job.name}'
+    words = job.train()
+    text = " ".join(folder if word.startswith("run.dir=") else shlex.quote(word) for word in words)
     if job.machines.all_hosts == 1:
         text += " --processes 1"
     elif job.machines.platform != "tpu":

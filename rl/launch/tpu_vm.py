@@ -8,17 +8,17 @@ from rl.errors import ConfigError
 from rl.launch.containers import dockerfile, image_commands, image_remarks
 from rl.launch.job import Capacity, ClusterJob, Command, Launched, Secret
 from rl.launch.machines import Machines
-from rl.launch.shell import AGAIN, FAILED, lines, quoted, required
+from rl.launch.shell import FAILED, lines, quoted, required
 
 FILE = "tpu-vm.sh"
 WORKER = "worker.sh"
 _SCRIPT = """\
 #!/bin/bash
-# Made by `rl launch tpu-vm`. Creates the TPU VMs, runs {worker} on each host, and creates them
-# again when they were taken away. Exit codes 1 to 6 of the run end it; the script then ends with
-# the code of the run. Run it where it can go on, for example in tmux; if it is cut off, start it
-# again: the containers go on, and it follows them. It never deletes TPU VMs that run; you pay until
-# you type
+# Made by `rl launch tpu-vm`. Creates the TPU VMs, and creates them again when they were taken away.
+# Runs {worker} on each host, and again on all of them while the run can continue. Exit codes 1 to 6
+# of the run end it; the script then ends with the code of the run. Run it where it can go on, for
+# example in tmux; if it is cut off, start it again: the containers go on, and it follows them. It
+# never deletes TPU VMs that run; you pay until you type
 #   gcloud compute tpus queued-resources delete {name} --force --project=... --zone=...
 set -uo pipefail
 cd "$(dirname "$0")"
@@ -84,26 +84,21 @@ exit 76
 """
 _WORKER = """\
 #!/bin/bash
-# Made by `rl launch tpu-vm`: runs on each host of the TPU VMs, and starts the run again while it
-# ends with a code after which it can continue. A container that runs already is followed.
+# Made by `rl launch tpu-vm`: runs on each host of the TPU VMs, and leaves the exit code of the run
+# in duet.code. A container that runs already is followed.
 set -uo pipefail
 
 rm -f duet.code
-{prepare}for ((start = 0; start <= {restarts}; start++)); do
-    if [ "$(sudo docker inspect -f '{{{{.State.Running}}}}' {name} 2> /dev/null)" != true ]; then
-        sudo docker rm -f {name} > /dev/null 2>&1
-        {run} > /dev/null || exit 5
-    fi
-    sudo docker logs -f {name} &
-    code=$(sudo docker wait {name})
-    wait
-    case $code in
-        {again}) sleep 10 ;;
-        *) break ;;
-    esac
-done
-echo "$code" > duet.code
-exit "$code"
+ended() {{ echo "$1" > duet.code; exit "$1"; }}
+
+{prepare}if [ "$(sudo docker inspect -f '{{{{.State.Running}}}}' {name} 2> /dev/null)" != true ]; then
+    sudo docker rm -f {name} > /dev/null 2>&1
+    {run} > /dev/null || ended 5
+fi
+sudo docker logs -f {name} &
+code=$(sudo docker wait {name})
+wait
+ended "$code"
 """
 
 
@@ -137,20 +132,22 @@ def launched(job: ClusterJob) -> Launched:
         times=job.limits.max_restarts + 1,
         failed=FAILED,
     )
+    project = f"--project={places.project or '$PROJECT'}"
+    zone = f"--zone={places.zone or '$ZONE'}"
     commands = [
         *image_commands(job),
         *(
             Command(
                 f"keep {each.variable} in Secret Manager, from a variable of your shell",
                 f'printf %s "${each.variable}" | '
-                f"gcloud secrets create {_secret(each)} --data-file=-",
+                f"gcloud secrets create {_secret(each)} --data-file=- {project}",
             )
             for each in job.secrets
         ),
         Command("start the run, and follow it", f"bash {FILE}"),
         Command(
             "delete the TPU VMs when the run has ended",
-            f"gcloud compute tpus queued-resources delete {job.name} --force",
+            f"gcloud compute tpus queued-resources delete {job.name} --force {project} {zone}",
         ),
     ]
     files = {FILE: script, WORKER: _worker(job), **dockerfile(job)}
@@ -194,7 +191,7 @@ def _worker(job: ClusterJob) -> str:
         prepare += f"sudo gcloud auth configure-docker {host} --quiet 2> /dev/null\n"
     for each in job.secrets:
         value = f"gcloud secrets versions access latest --secret={_secret(each)}"
-        prepare += f"{each.variable}=$({value}) || exit 5\nexport {each.variable}\n"
+        prepare += f"{each.variable}=$({value}) || ended 5\nexport {each.variable}\n"
     names = ",".join(each.variable for each in job.secrets)
     sudo = f"sudo --preserve-env={names}" if names else "sudo"
     words = [
@@ -208,7 +205,5 @@ def _worker(job: ClusterJob) -> str:
     return _WORKER.format(
         prepare=prepare,
         name=job.name,
-        restarts=job.limits.max_restarts,
-        run=lines(words, indent=" " * 12),
-        again=AGAIN,
+        run=lines(words, indent=" " * 8),
     )

@@ -23,7 +23,7 @@ cd "$(dirname "$0")"
 
 exec {command} "$@"
 """
-_NO_ONE_HOST = ("1x1", "2x2")
+_NOT_IN_XPK = ("1x1", "2x2")
 
 
 def check(machines: Machines, capacity: Capacity) -> None:
@@ -32,7 +32,7 @@ def check(machines: Machines, capacity: Capacity) -> None:
         raise ConfigError(
             f"--topology {machines.name}: `rl launch xpk` is for TPUs; for GPUs: jobset, slurm, sky"
         )
-    if machines.kind == "v5e" and machines.shape in _NO_ONE_HOST:
+    if machines.kind == "v5e" and machines.shape in _NOT_IN_XPK:
         raise ConfigError(
             f"--topology {machines.name}: xpk has no such slice (nearest: v5e:2x4); or: "
             "rl launch jobset"
@@ -76,7 +76,10 @@ def launched(job: ClusterJob) -> Launched:
     if job.capacity.reservation is not None:
         words.append(f"--reservation={quoted(job.capacity.reservation)}")
     script = _SCRIPT.format(restarts=job.limits.max_restarts, file=FILE, command=lines(words))
-    at = f"--cluster={places.cluster or '$CLUSTER'}"
+    at = (
+        f"--cluster={places.cluster or '$CLUSTER'} --project={places.project or '$PROJECT'} "
+        f"--zone={places.zone or '$ZONE'}"
+    )
     commands = [
         *image_commands(job),
         Command("start the run", f"bash {FILE}"),

@@ -310,6 +310,13 @@ def test_paths_of_the_machines_need_not_exist_here(tmp_path):
     assert "/no/such/folder" in (tmp_path / "files" / "run.yml").read_text()
 
 
+def test_a_text_that_is_too_long_for_a_name_is_no_file(tmp_path):
+    """A name of more than 255 characters is an error of the file system, not of the user."""
+    option = f"data.system={'Think. ' * 50}"
+    assert launch("jobset", "v6e:4x4", tmp_path, option) == 0
+    assert [path.name for path in (tmp_path / "files").iterdir()] == ["run.yml"]
+
+
 def test_only_files_that_nobody_changed_are_replaced(tmp_path, capsys):
     assert launch("jobset", "v6e:4x4", tmp_path) == 0
     assert launch("jobset", "v6e:4x8", tmp_path) == 0
@@ -599,7 +606,9 @@ def test_several_slices_of_tpu_vms_are_nodes_of_one_resource(tmp_path):
     assert [call for call in calls if "scp worker.sh quickstart-1:" in call]
 
 
-def run_worker(directory, *codes) -> tuple[int, list[str], str]:
+def run_worker(
+    directory, *codes, gcloud='echo "value of $*"', start=""
+) -> tuple[int, list[str], str]:
     """Runs the script of a host where containers end with these codes. Returns its exit code, the
     calls of docker and the code that it leaves."""
     folder = directory / "bin"
@@ -608,13 +617,13 @@ def run_worker(directory, *codes) -> tuple[int, list[str], str]:
     log = directory / "log"
     log.write_text("")
     stub(folder, "sudo", 'while [[ "$1" == --preserve-env* ]]; do shift; done; exec "$@"')
-    stub(folder, "gcloud", 'echo "value of $*"')
-    stub(folder, "sleep", "exit 0")
+    stub(folder, "gcloud", gcloud)
     take = f"head -n 1 {directory / 'codes'}; sed -i 1d {directory / 'codes'}"
     stub(
         folder,
         "docker",
-        f'echo "$* [$HF_TOKEN]" >> {log}\ncase "$1" in wait) {take} ;; inspect) exit 1 ;; esac',
+        f'echo "$* [$HF_TOKEN]" >> {log}\ncase "$1" in wait) {take} ;; inspect) exit 1 ;;\n'
+        f"run) {start} ;; esac",
     )
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
     done = subprocess.run(
@@ -623,17 +632,42 @@ def run_worker(directory, *codes) -> tuple[int, list[str], str]:
     return done.returncode, log.read_text().splitlines(), (directory / "duet.code").read_text()
 
 
-def test_a_host_starts_the_run_again_after_75_76_and_kills(tmp_path):
+def test_a_host_runs_once_and_leaves_the_code(tmp_path):
+    """tpu-vm.sh counts the starts: a loop here would multiply them."""
     options = ["--secret", "HF_TOKEN=hf-token", "--image", "us-docker.pkg.dev/p/r/duet:1"]
     assert launch("tpu-vm", "v6e:4x4", tmp_path, *options) == 0
     assert subprocess.run(["bash", "-n", str(tmp_path / "tpu-vm.sh")]).returncode == 0
-    code, calls, left = run_worker(tmp_path, 75, 137, 76, 3)
-    assert (code, left) == (3, "3\n")
-    started = [call for call in calls if call.startswith("run ")]
-    assert len(started) == 4
-    assert "-e HF_TOKEN us-docker.pkg.dev/p/r/duet:1 rl-train run.yml" in started[0]
-    assert "--secret=hf-token" in started[0]  # the value, which the stub of gcloud makes
-    assert run_worker(tmp_path, 0)[0] == 0
+    for ended in (0, 3, 75, 137):
+        code, calls, left = run_worker(tmp_path, ended, 0)
+        assert (code, left) == (ended, f"{ended}\n")
+        (started,) = [call for call in calls if call.startswith("run ")]
+    assert "-e HF_TOKEN us-docker.pkg.dev/p/r/duet:1 rl-train run.yml" in started
+    assert "--secret=hf-token" in started  # the value, which the stub of gcloud makes
+
+
+def test_a_host_without_the_secret_or_the_image_leaves_code_5(tmp_path):
+    """Without a code the host would count as lost, and all would start again."""
+    assert launch("tpu-vm", "v6e:4x4", tmp_path, "--secret", "HF_TOKEN") == 0
+    code, calls, left = run_worker(tmp_path, 0, gcloud="exit 1")
+    assert (code, calls, left) == (5, [], "5\n")
+    code, calls, left = run_worker(tmp_path, 0, start="exit 125")
+    assert (code, left) == (5, "5\n")
+    assert not [call for call in calls if call.startswith("wait")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "typed"),
+    [
+        ("tpu-vm", "gcloud secrets create HF_TOKEN --data-file=- --project=p"),
+        ("tpu-vm", "queued-resources delete quickstart --force --project=p --zone=z"),
+        ("xpk", "xpk workload list --cluster=$CLUSTER --project=p --zone=z"),
+        ("xpk", "workload delete --workload=quickstart --cluster=$CLUSTER --project=p --zone=z"),
+    ],
+)
+def test_the_commands_to_type_name_project_and_zone(kind, typed, tmp_path, capsys):
+    options = ["--secret", "HF_TOKEN", "--project", "p", "--zone", "z"]
+    assert launch(kind, "v6e:4x4", tmp_path, *options) == 0
+    assert f"{typed}\n" in capsys.readouterr().out
 
 
 def sky(directory):
@@ -677,6 +711,21 @@ def test_a_task_of_skypilot_recovers_from_75_and_76_only(topology, accelerators,
     assert ("SKYPILOT_NODE_RANK" in task["run"]) == (nodes > 1)
     for script in (task["setup"], task["run"]):
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_a_task_of_skypilot_keeps_its_bucket_and_its_zone(tmp_path, capsys):
+    options = ["--bucket", "gs://lab/RUNS", "--zone", "us-east5-a"]
+    assert launch("sky", "2xh100:8", tmp_path, *options) == 0
+    task = sky(tmp_path)
+    check_sky(task, json.loads((SCHEMAS / "sky.schema.json").read_text()))
+    assert 'run.dir="$HOME"/runs/quickstart run.remote=gs://lab/RUNS/quickstart ' in task["run"]
+    assert task["resources"]["infra"] == "gcp/us-east5/us-east5-a"
+    assert "is not used" not in capsys.readouterr().out
+    limits = ["--grace", "600", "--max-restarts", "0", "--image", "host/duet:1"]
+    assert launch("sky", "v6e:2x4", tmp_path, *limits) == 0
+    told = capsys.readouterr().out
+    for option in ("--grace", "--max-restarts", "--image"):
+        assert f"{option} is not used" in told
 
 
 @pytest.mark.slow

@@ -69,12 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace",
         type=_count,
-        default=300,
         metavar="SECONDS",
         help="from the request to stop to the kill; a step and a checkpoint have to fit (300)",
     )
     parser.add_argument(
-        "--max-restarts", type=_count, default=50, metavar="N", help="starts after the first (50)"
+        "--max-restarts", type=_count, metavar="N", help="starts after the first (50)"
     )
     parser.add_argument(
         "--no-check",
@@ -83,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     places = parser.add_argument_group("where the run goes; what is left out, the files ask for")
     places.add_argument("--project", help="xpk, tpu-vm: project of Google Cloud")
-    places.add_argument("--zone", help="xpk, tpu-vm, sky: zone of the machines")
+    places.add_argument("--zone", help="xpk, tpu-vm, sky: zone of Google Cloud")
     places.add_argument("--cluster", help="xpk: the cluster")
     places.add_argument("--namespace", help="jobset, xpk: namespace of Kubernetes")
     places.add_argument(
