@@ -112,6 +112,9 @@ def test_parts_of_two_processes_are_one_checkpoint_in_the_remote_folder(tmp_path
         assert machines.send() == []
         assert fetched(URL, tmp_path / "copy") == of(number)
     assert machines.send() == []  # nothing new
+    assert machines.leader.requests is not None
+    machines.leader.requests.clear()
+    assert not [name for name in Store(URL).list() if name.startswith(".sending")]
     part = tmp_path / "machine-0" / CHECKPOINT_FOLDER / "0000000003"
     assert "process 0 of 2 only" in examine(part)[1][0]  # which one process refuses
 

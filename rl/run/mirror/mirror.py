@@ -210,6 +210,7 @@ class RunMirror:
         try:
             if not at_once:
                 self.uploads.finish()
+                self._clear_requests()
         finally:
             self._lock.release()
         text = self.uploads.problem()
@@ -218,6 +219,14 @@ class RunMirror:
         if kind is None:
             raise RemoteError(text)
         _LOG.error("%s", text)
+
+    def _clear_requests(self) -> None:
+        if self.remote.requests is None or self.uploads.failure is not None:
+            return
+        try:
+            self.remote.requests.clear()
+        except RemoteError as error:
+            _LOG.warning("requests to other processes stay: %s", error)
 
     def _send(self) -> int | None:
         """Uploads. Begins again if the run has replaced or removed what was to be sent."""

@@ -107,6 +107,11 @@ class Requests:
             result[process] = answer["files"]
         return result
 
+    def clear(self) -> None:
+        """Removes request and answers, once no process waits for one. Raises RemoteError."""
+        answers = [_answer(process) for process in range(1, self._others + 1)]
+        self._store.delete_all([_REQUEST, *answers])
+
     def _ask(self, checkpoint: str | None) -> None:
         self._turn += 1
         request = _Request(self._rounds.name, self._turn, checkpoint, self._owner)
