@@ -11,6 +11,7 @@ from typing import Literal
 from policy.json_types import JsonObject, JsonValue, as_objects
 from rewards.suggest import nearest
 from rl.config.foreign import FOREIGN
+from rl.imports import shell
 from rl.imports.given import Given, GivenValue
 from rl.imports.rules import (
     Copy,
@@ -290,8 +291,7 @@ class Draft:
     def _refuse_unresolved(self, key: str, word: GivenValue) -> None:
         if self.fate_of(key) in ("refused", "left"):
             return
-        names = ", ".join(dict.fromkeys(word.unresolved))
-        why = f"{names} has no value here; export it, or write the value"
+        why = _unresolved(word)
         rule = rule_of(self.table, key)
         name = rule.to if isinstance(rule, Copy) else ""
         name = name or FOREIGN.get(key.rpartition(".")[2], "")
@@ -317,6 +317,18 @@ class Draft:
         if not origin and has_keys:
             origin = f"default of {self.framework}"
         return ": ".join(part for part in (origin, note) if part)
+
+
+def _unresolved(word: GivenValue) -> str:
+    """Returns why a word has no value, and what helps."""
+    texts = list(dict.fromkeys(word.unresolved))
+    shown = ", ".join(texts)
+    names = [shell.name_of(text) for text in texts]
+    if not all(names):
+        return f"{shown} has no value before the script runs; write the value"
+    if any(map(shell.is_secret, names)):
+        return f"{shown} may be a secret, which is not read from the environment; write the value"
+    return f"{shown} has no value here; export it, or write the value"
 
 
 def _items(value: JsonValue) -> Sequence[JsonValue]:

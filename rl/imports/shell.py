@@ -2,9 +2,10 @@
 
 It knows what scripts that start a training have: quotes, comments, continued lines, variables with
 defaults, arrays, integers in `$(( ))`, documents after `<<`, texts that `bash -c` runs, and
-branches that compare texts and numbers. Of a branch that depends on something else, and in a loop, an assignment gives a variable a
-value only if it has none. What another program would have to compute (`$(date)`) and arguments of
-the script stay in the text and are named in `ShellWord.unresolved`.
+branches that compare texts and numbers, also after `&&` and `||`. In a loop, and in a branch that
+depends on something else, an assignment gives a value only to a variable that has none. What
+another program would have to compute (`$(date)`) and arguments of the script stay in the text and
+are named in `ShellWord.unresolved`.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from typing import Any
 
 from rl.errors import ConfigError
 
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_COUNT = re.compile(r"\d{1,12}")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _DECLARING = {"export", "declare", "local", "readonly", "typeset"}
-_OPENING = {"if", "for", "while", "until", "case"}
-_CLOSING = {"fi", "done", "esac"}
-_WORDS_OF_BLOCKS = {"then", "else", "elif", "do", "{", "}", "!", "time", "exec"}
+_OPENING = {"if", "for", "while", "until", "case", "{"}
+_CLOSING = {"fi", "done", "esac", "}"}
+_WORDS_OF_BLOCKS = {"then", "else", "elif", "do", "!", "time", "exec"}
+_GOES_ON = {"&&", "||", "|"}
+_SUCCEEDS = {":", ".", "cd", "echo", "mkdir", "pushd", "set", "source", "true"}
 _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
     "=": lambda text, pattern: fnmatch.fnmatchcase(text, pattern),
     "==": lambda text, pattern: fnmatch.fnmatchcase(text, pattern),
@@ -50,6 +54,7 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.FloorDiv: operator.floordiv,
 }
 _LARGEST = 2**63
+_EXPORTABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?::?[-=?].*)?\})", re.DOTALL)
 _SHELL = re.compile(r"(?:.*/)?(?:ba|z|da)?sh")
 _RUNS_TEXT = re.compile(r"-[a-z]*c")
 
@@ -97,7 +102,8 @@ class _Command:
 @dataclass
 class _Block:
     """A block that is open. taken: whether its commands count, None if nobody can tell. done:
-    whether a branch before was taken. subject: of `case`. in_condition: before `then`."""
+    whether a branch before was taken. subject: of `case`. in_condition: before `then`, or in the
+    patterns of a branch of `case`."""
 
     kind: str
     taken: bool | None
@@ -113,6 +119,19 @@ def commands(text: str, name: str, environment: Mapping[str, str]) -> list[list[
     Raises ConfigError for a quote, bracket or document that does not end.
     """
     return _commands(ShellWord(text.replace("\r\n", "\n"), 1), name, _Script(name, environment))
+
+
+def is_secret(name: str, value: str = "") -> bool:
+    """Tells whether a variable of the environment may be a secret; a number of tokens is none."""
+    counts = "TOKENS" in name.upper() and _COUNT.fullmatch(value)
+    return bool(_SECRET.search(name)) and not counts
+
+
+def name_of(text: str) -> str:
+    """Returns the name of the variable in `$NAME`, `${NAME}` or `${NAME:?text}`; "" if another
+    program or an operation of the shell gives the value."""
+    match = _EXPORTABLE.fullmatch(text)
+    return match[1] or match[2] if match else ""
 
 
 def _commands(text: ShellWord, name: str, script: _Script) -> list[list[ShellWord]]:
@@ -158,10 +177,12 @@ class _Reader:
             if match := self._match(_DOCUMENT):
                 self._documents.append((command, match))
             elif match := self._match(_OPERATORS):
-                self._operator = command.after = match[0]
                 if match[0] == "\n":
                     self._line += 1
                     self._read_documents()
+                    if command.before in _GOES_ON and not command.words:
+                        continue
+                self._operator = command.after = match[0]
                 break
             elif self._match(_REDIRECTION):
                 self._skip_blanks()
@@ -325,42 +346,61 @@ class _Script:
         self._environment = environment
         self._variables: dict[str, list[ShellWord]] = {}
         self._blocks: list[_Block] = []
+        self._succeeded: bool | None = True
+        """Whether the last command succeeded, None if nobody can tell."""
 
     def run(self, command: _Command) -> list[ShellWord]:
         """Makes the assignments of a command. Returns its other words, expanded."""
         words = self._in_blocks(command)
-        taken = [block.taken for block in self._blocks]
+        taken = [*(block.taken for block in self._blocks), self._reached(command)]
         if False in taken or not words:
             return []
         declares = words[0].plain in _DECLARING
         assignments = words[1:] if declares else words
+        if declares:  # also `declare -a NAME=(...)` and `export NAME OTHER=value`
+            assignments = list(filter(self._assigns, assignments))
         while assignments and self._assigns(assignments[0]):
             self._assign(assignments.pop(0), None in taken)
         if declares or not assignments:
+            self._succeeded = True
             return []
-        if assignments[0].plain == "read" and command.document is not None:
+        name = assignments[0].plain
+        if name == "read" and command.document is not None:
             self._variables[assignments[-1].plain] = self._fields(command.document)
             return []
+        self._succeeded = True if name in _SUCCEEDS else self._truth(assignments)
         return [text for word in assignments for text in self._fields(word)]
+
+    def _reached(self, command: _Command) -> bool | None:
+        """Tells whether a command runs after the one before, None if nobody can tell."""
+        if command.before == "&&":
+            return self._succeeded
+        if command.before == "||" and self._succeeded is not None:
+            return not self._succeeded
+        return None if command.before == "||" else True
 
     def _in_blocks(self, command: _Command) -> list[_Word]:
         """Opens and closes blocks. Returns the words of the command itself."""
         words = list(command.words)
         block = self._blocks[-1] if self._blocks else None
-        is_pattern = command.after in (")", "|") and not (words and words[0].plain in _OPENING)
-        if block is not None and block.kind == "case" and is_pattern:
-            self._pattern(block, words, command.before == "|")
-            return []
+        if block is not None and block.kind == "case":
+            block.in_condition = block.in_condition or command.before == ";;"
+            if block.in_condition and command.after in (")", "|"):
+                self._pattern(block, words, command)
+                return []
         while words and (plain := self._keyword(words[0])) is not None:
             words.pop(0)
             block = self._blocks[-1] if self._blocks else None
             if plain == "case":
                 subject = self._joined(self._fields(words[0]), 0) if words else ShellWord("", 0)
-                block = _Block("case", False, subject=subject)
+                block = _Block("case", False, subject=subject, in_condition=True)
                 self._blocks.append(block)
                 if command.after in (")", "|"):
-                    self._pattern(block, words[2:], False)
+                    self._pattern(block, words[2:], command)
                 return []
+            if plain == "{":
+                self._blocks.append(_Block("{", self._reached(command)))
+                continue
             if plain == "if":
                 self._blocks.append(_Block("if", self._truth(words), in_condition=True))
                 return []
@@ -368,7 +408,8 @@ class _Script:
                 self._blocks.append(_Block(plain, None))
                 return []
             if plain in _CLOSING and block is not None:
-                self._blocks.pop()
+                if (plain == "}") == (block.kind == "{"):
+                    self._blocks.pop()
             elif plain == "then" and block is not None:
                 block.in_condition = False
             elif plain in ("else", "elif") and block is not None:
@@ -380,7 +421,8 @@ class _Script:
                     if block.taken is not False:
                         block.taken = self._truth(words)
                     return []
-        if block is not None and block.in_condition and block is self._blocks[-1]:
+        block = self._blocks[-1] if self._blocks else None
+        if block is not None and block.kind == "if" and block.in_condition:
             self._combine(block, command, words)
             return []
         return words
@@ -398,8 +440,10 @@ class _Script:
         else:
             block.taken = None
 
-    def _pattern(self, block: _Block, words: list[_Word], goes_on: bool) -> None:
-        """Begins a branch of `case`. goes_on: with a further pattern of the same branch."""
+    def _pattern(self, block: _Block, words: list[_Word], command: _Command) -> None:
+        """Takes one of the patterns of a branch of `case`, between `|`; the last one ends at `)`."""
+        block.in_condition = command.after == "|"
+        goes_on = command.before == "|"
         subject = block.subject
         if subject is None or subject.unresolved:
             block.taken = None
@@ -541,9 +585,14 @@ class _Script:
         if index and index[1:-1].isdecimal():
             values = values[int(index[1:-1]) :][:1]
         has_value = any(value.text for value in values) and not any(v.unresolved for v in values)
+        if default is not None and default[1] == "?" and not has_value:
+            return [ShellWord(text, line, (text,))]
         if default is not None and (default[1] == "+") == has_value:
             word = _Word(line, [_Part(_unquoted(default[2]), True, True)])
-            return self._fields(word)
+            fields = self._fields(word)
+            if default[1] == "=":
+                self._variables[name] = fields
+            return fields
         if default is not None and default[1] == "+":
             return []
         return values
@@ -555,8 +604,9 @@ class _Script:
             return self._variables[name]
         if name == "HOME":
             return [ShellWord("~", line)]
-        if _NAME.fullmatch(name) and not _SECRET.search(name) and name in self._environment:
-            return [ShellWord(self._environment[name], line)]
+        value = self._environment.get(name) if _NAME.fullmatch(name) else None
+        if value is not None and not is_secret(name, value):
+            return [ShellWord(value, line)]
         return [ShellWord(text, line, (text,))]
 
     def _arithmetic(self, text: str, line: int) -> ShellWord:

@@ -91,6 +91,27 @@ case "$PEFT" in 1) one=1;; 2) one=2;; esac
 if [[ $MODE == dppo_* ]]; then glob=1; else glob=0; fi
 train clip=$CLIP "${extra[@]}" small=$small inner=$inner one=$one glob=$glob
 """
+LISTS = """
+BIG=0; M=3
+[ "$BIG" = 1 ] && N=64
+[ -z "$N" ] && N=8
+[ "$M" -gt 2 ] ||
+    M=5
+[ "$M" = 3 ] && { P=1; Q=2; } || P=3
+[[ -n "$NONE" && "$M" == 3 ]] && M=7
+[ "$M" = 4 ] && { P=9
+    Q=9
+}
+declare -a ARGS=(a "b c"); declare -r X=1; export BIG Y=2; declare -i Z=4
+: ${W:=5} "${N:=6}"
+case "$M" in
+    4) train never=1 | cat ;;
+    3)
+        (cd . ; true)
+        train n=$N m=$M p=$P q=$Q "${ARGS[@]}" x=$X y=$Y z=$Z w=$W | cat
+        ;;
+esac
+"""
 PLAIN = """
 A='single $A "x"'; B="double $A \\$B \\"q\\" \\n"
 C=$A$B; D=${C:+set}; E=${NONE:-${A}x}; F=${NONE-"in quotes"}
@@ -103,7 +124,7 @@ d' k="v w" --x=1 # comment
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize("script", [SCRIPT, BRANCHES, PLAIN])
+@pytest.mark.parametrize("script", [SCRIPT, BRANCHES, LISTS, PLAIN])
 def test_a_script_is_read_as_bash_expands_it(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = words_of_bash(script.replace("set -xeuo pipefail", ":").replace(" | tee out", ""))
@@ -126,6 +147,28 @@ def test_a_script_takes_variables_of_the_environment_but_no_secrets():
         "train a=$N b=${N:-1} c=$API_TOKEN d=${MY_KEY:-none}", {"N": "7", "API_TOKEN": "s"}
     )
     assert words == ["train", "a=7", "b=7", "c=$API_TOKEN", "d=none"]
+
+
+def test_a_number_of_tokens_and_a_tokenizer_are_no_secrets():
+    environment = {"MAX_TOKENS": "512", "TOKENIZER_PATH": "a/b", "API_TOKENS": "s"}
+    words = words_of("train $MAX_TOKENS $TOKENIZER_PATH $API_TOKENS", environment)
+    assert words == ["train", "512", "a/b", "$API_TOKENS"]
+
+
+def test_what_has_no_value_is_named_with_what_helps(tmp_path):
+    script = tmp_path / "run.sh"
+    start = "python -m verl.trainer.main_ppo actor_rollout_ref.model.path="
+    for value, said in {
+        "$MODEL": "$MODEL has no value here; export it",
+        "${MODEL:?please set MODEL}": "has no value here; export it",
+        "$MODEL_KEY": "$MODEL_KEY may be a secret",
+        "$(ls models)": "$(ls models) has no value before the script runs; write the value",
+        "${MODEL%/}": "${MODEL%/} has no value before the script runs; write the value",
+        "$1": "$1 has no value before the script runs; write the value",
+    }.items():
+        script.write_text(f"MODEL_KEPT={value}\n{start}$MODEL_KEPT\n")
+        (entry,) = (e for e in draft_of("verl", script).entries if e.fate == "refused")
+        assert entry.keys == ("actor_rollout_ref.model.path",) and said in entry.text, entry
 
 
 def test_words_know_their_lines_and_what_has_no_value():

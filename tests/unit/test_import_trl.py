@@ -247,7 +247,7 @@ def test_secrets_reach_neither_file_nor_report(tmp_path):
         "trl grpo --num_generations 8 --hub_token hf_abc --model_name_or_path $MY_TOKEN\n"
     )
     said = said_of("trl", file, environment={"MY_TOKEN": "s3cret"})
-    assert "hf_abc" not in said and "s3cret" not in said and "$MY_TOKEN has no value" in said
+    assert "hf_abc" not in said and "s3cret" not in said and "$MY_TOKEN may be a secret" in said
 
 
 def test_an_evaluation_by_its_older_name_and_the_best_checkpoint(tmp_path):

@@ -237,7 +237,7 @@ def test_a_branch_of_a_script_and_an_argument_without_a_value(tmp_path):
     )
     config = config_of("verl", script)
     assert config.model.adapter.rank == 8 and config.run.dir is None
-    assert "$1 has no value here" in said_of("verl", script)
+    assert "$1 has no value before the script runs" in said_of("verl", script)
 
 
 def test_a_penalty_of_long_completions_by_its_newer_name(tmp_path):
