@@ -134,7 +134,7 @@ class Lock:
                 return
             present = self._store.read_versioned(LOCK)
             holder = None if present is None else holder_in(present.data)
-            is_own = holder is None or holder.owner == self.owner
+            is_own = holder is None or self._is_own(holder)
             if not is_own or not self._write(None if present is None else present.version):
                 self._taken_by = holder or self._own()
 
@@ -187,10 +187,16 @@ class Lock:
             expires,
         )
 
+    def _is_own(self, holder: Holder) -> bool:
+        """Tells whether a process with this folder wrote a lock. A copy of the folder has the same
+        owner."""
+        here = (self.owner, socket.gethostname(), str(self._folder.absolute()))
+        return (holder.owner, holder.host, holder.folder) == here
+
     def _is_free(self, holder: Holder, watched: float) -> bool:
         """Tells whether a lock may be taken. watched: for how many seconds nobody has renewed it:
         by the clock of another machine it may not have expired."""
-        if (holder.owner == self.owner and holder.host == socket.gethostname()) or _is_dead(holder):
+        if self._is_own(holder) or _is_dead(holder):
             return True
         expired = time.time() - holder.expires
         needed = _LOOKS * self._times.renew_s if expired > 0 else self._times.lease_s

@@ -91,7 +91,7 @@ def place_of(url: str) -> RemotePath:
         raise ConfigError(problem)
     scheme = scheme_of(url)
     try:
-        made = _made(fsspec.get_filesystem_class(scheme))
+        made = _made(fsspec.get_filesystem_class(scheme), url)
         path = made._strip_protocol(url)
     except ImportError as error:
         raise ConfigError(f"{url}: its client cannot be imported: {error}") from None
@@ -101,11 +101,13 @@ def place_of(url: str) -> RemotePath:
     return RemotePath(made, str(path).rstrip("/"))
 
 
-def _made(kind: type[AbstractFileSystem]) -> AbstractFileSystem:
+def _made(kind: type[AbstractFileSystem], url: str) -> AbstractFileSystem:
+    """Returns the client of a URL, which may name its host."""
+    options = kind._get_kwargs_from_urls(url)
     try:
-        return kind(use_listings_cache=False)
+        return kind(**options, use_listings_cache=False)
     except TypeError:  # of a package that takes no further options
-        return kind()
+        return kind(**options)
 
 
 def joined(url: str, name: str) -> str:

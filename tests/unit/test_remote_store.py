@@ -2,8 +2,10 @@
 the lock of a remote folder."""
 
 import errno
+import ftplib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ from rl.remote import lock as lock_module
 from rl.remote.faults import RemoteError, Retries, is_transient, shown
 from rl.remote.lock import LOCK, LeaseTimes, Lock, LockHeld
 from rl.remote.store import Store
-from rl.remote.urls import is_remote, problem_of, scheme_of
+from rl.remote.urls import is_remote, place_of, problem_of, scheme_of
 
 QUICK = Retries(tries=4, sleep=lambda seconds: None)
 TIMES = LeaseTimes(lease_s=0.6, renew_s=0.1, look_s=0.02, settle_s=0.0)
@@ -182,6 +184,16 @@ def test_a_scheme_without_its_client_names_the_package(monkeypatch, scheme, modu
     assert install in str(raised.value)
 
 
+def test_a_client_connects_to_the_host_of_its_url(monkeypatch):
+    from fsspec.implementations.ftp import FTPFileSystem
+
+    monkeypatch.setattr(FTPFileSystem, "_connect", lambda self: None)
+    monkeypatch.setattr(FTPFileSystem, "ftp", ftplib.FTP(), raising=False)  # not connected
+    place = place_of("ftp://me@host:2121/folder/run/")
+    assert isinstance(place.files, FTPFileSystem)
+    assert (place.files.host, place.files.port, place.path) == ("host", 2121, "/folder/run")
+
+
 def test_no_credential_reaches_a_message():
     """Of a URL, and of the messages of clients, which have URLs and headers in them."""
     for url in (
@@ -217,6 +229,16 @@ def test_a_full_local_disk_is_named_and_not_tried_again(tmp_path):
     with pytest.raises(ResourceError, match=f"{tmp_path}/a cannot be written: No space left.*free"):
         store("faulty://bucket/run").get("a", tmp_path / "a")
     assert len(tried) == 1
+
+
+def test_a_copy_of_a_folder_does_not_have_its_lock(tmp_path):
+    first = Lock(store(), tmp_path / "first", TIMES)
+    first.acquire()
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    with pytest.raises(LockHeld, match=f"is in use by the run in {tmp_path}/first"):
+        Lock(store(), tmp_path / "second", TIMES).acquire()
+    first.check()
+    first.release()
 
 
 def test_of_two_runs_one_gets_the_lock_and_the_other_is_refused_by_name(url, tmp_path):
