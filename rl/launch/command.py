@@ -62,10 +62,12 @@ def launch(arguments: argparse.Namespace, files: list[str], overrides: list[str]
     if kind not in KINDS:
         raise ConfigError(f"{kind}: `rl launch` knows no such kind{nearest(kind, KINDS)}")
     _check_extras(arguments.extra)
-    job = _job(arguments, _machines(arguments), files)
-    KINDS[kind].check(job.machines, job.capacity)
-    config = launched_config(files, overrides, job.machines, check=not arguments.no_check)
-    job = replace(job, packages=_packages(job, config, arguments.extra))
+    if not files:
+        raise ConfigError("CONFIG is missing: name the file of the run first, then key=value")
+    machines = _machines(arguments)
+    KINDS[kind].check(machines, _capacity(arguments))
+    config = launched_config(files, overrides, machines, check=not arguments.no_check)
+    job = _job(arguments, machines, files[0], _packages(arguments, config))
     launched = KINDS[kind].launched(job)
     texts = {**launched.files, f"{FILES}/{RUN_FILE}": config.yaml}
     remarks = [*launched.remarks, *config.remarks, *_remarks(kind, job, config)]
@@ -86,25 +88,30 @@ def _machines(arguments: argparse.Namespace) -> Machines:
     return machines
 
 
-def _packages(job: ClusterJob, config: LaunchedConfig, more: list[str]) -> Packages:
-    """Returns what the image installs. more: extras that the command line names."""
-    bucket = {scheme for scheme in [scheme_of(job.bucket or "")] if scheme}
-    extras = tuple(dict.fromkeys([*config.extras, *more]))
-    return replace(job.packages, extras=extras, schemes=config.schemes | bucket)
+def _capacity(arguments: argparse.Namespace) -> Capacity:
+    return Capacity(arguments.spot, plain_name("--reservation", arguments.reservation))
 
 
-def _job(arguments: argparse.Namespace, machines: Machines, files: list[str]) -> ClusterJob:
-    if not files:
-        raise ConfigError("CONFIG is missing: name the file of the run first, then key=value")
+def _packages(arguments: argparse.Namespace, config: LaunchedConfig) -> Packages:
+    """Returns what the image installs."""
+    bucket = {scheme for scheme in [scheme_of(arguments.bucket or "")] if scheme}
+    extras = tuple(dict.fromkeys([*config.extras, *arguments.extra]))
+    return Packages(_wheel(), _version(), extras, config.schemes | bucket)
+
+
+def _job(
+    arguments: argparse.Namespace, machines: Machines, file: str, packages: Packages
+) -> ClusterJob:
+    secrets = KINDS[arguments.kind].secrets
     return ClusterJob(
-        name=job_name(arguments.name, Path(files[0]).stem),
+        name=job_name(arguments.name, Path(file).stem),
         machines=machines,
         bucket=bucket_name(arguments.bucket),
         image=plain_name("--image", arguments.image),
-        secrets=tuple(Secret.read(text) for text in arguments.secret),
-        capacity=Capacity(arguments.spot, plain_name("--reservation", arguments.reservation)),
+        secrets=tuple(Secret.read(text, secrets) for text in arguments.secret),
+        capacity=_capacity(arguments),
         limits=_limits(arguments),
-        packages=Packages(_wheel(), _version()),
+        packages=packages,
         folders=Folders(str(Path.cwd()), str(arguments.output.absolute())),
         places=_places(arguments),
     )

@@ -22,10 +22,32 @@ RUNS = "/runs"
 """Folder of runs in a container."""
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
 _KEY = re.compile(r"[-._a-zA-Z0-9]+")
+_VALUE = re.compile(
+    r"(sk-|hf_|ghp_|github_pat_|xox[bap]-|AKIA)[\w-]{16,}|[0-9a-f]{32,}"
+    r"|(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w-]{20,}"
+)
+"""Keys of well-known services, hashes, and long texts that mix letters of both cases and digits."""
 LONGEST = 28
-"""Characters of a name that names made of it leave room for."""
+"""Longest job name: Kubernetes adds `-workers-0-0-...` and allows 63 characters."""
+
+
+@dataclass(frozen=True)
+class SecretNames:
+    """The names that a store of secrets allows. characters: the same in words."""
+
+    pattern: re.Pattern[str]
+    characters: str
+
+
+IN_KUBERNETES = SecretNames(
+    re.compile(r"(?=.{1,63}$)[a-z0-9]([-.a-z0-9]*[a-z0-9])?"),
+    "lower-case letters, digits, `-` and `.`",
+)
+IN_SECRET_MANAGER = SecretNames(re.compile(r"[-A-Za-z0-9_]{1,255}"), "letters, digits, `-` and `_`")
+IN_ANY_STORE = SecretNames(
+    re.compile(r"[-.A-Za-z0-9_]{1,255}"), "letters, digits, `-`, `_` and `.`"
+)
 
 
 @dataclass(frozen=True)
@@ -38,19 +60,18 @@ class Secret:
     key: str
 
     @classmethod
-    def read(cls, text: str) -> Secret:
+    def read(cls, text: str, names: SecretNames) -> Secret:
         """Parses VARIABLE, VARIABLE=SECRET or VARIABLE=SECRET:KEY. Raises ConfigError, which does
         not repeat the text after `=`: it may be a value."""
         variable, equals, rest = text.partition("=")
         secret, _, key = rest.partition(":")
         if not _VARIABLE.fullmatch(variable):
             raise ConfigError("--secret: give VARIABLE, VARIABLE=SECRET or VARIABLE=SECRET:KEY")
-        if equals and not (
-            _SECRET.fullmatch(secret) and len(secret) < 64 and (not key or _KEY.fullmatch(key))
-        ):
+        is_name = names.pattern.fullmatch(secret) and not _VALUE.fullmatch(secret)
+        if equals and not (is_name and (not key or _KEY.fullmatch(key))):
             raise ConfigError(
-                f"--secret {variable}=...: this is no name of a secret (lower-case letters, "
-                "digits, `-` and `.`). Give the name of the secret that holds the value, never the "
+                f"--secret {variable}=...: this is no name of a secret ({names.characters}), or "
+                "looks like a value. Give the name of the secret that holds the value, never the "
                 "value; files would show it"
             )
         return cls(variable, secret or None, key or variable)
@@ -151,8 +172,8 @@ class ClusterJob:
             command.append(f"run.remote={self.remote}")
         return command
 
-    def train_on_tpus(self) -> list[str]:
-        """Returns the command of a process on TPUs, where jax finds the other hosts by itself: a
+    def train_joined_by_jax(self) -> list[str]:
+        """Returns the command of a process that finds the other hosts by itself, as on TPUs: a
         single host must not look for others."""
         return [*self.train(), *(["--processes", "1"] if self.machines.all_hosts == 1 else [])]
 
@@ -210,6 +231,6 @@ def job_name(text: str | None, file: str) -> str:
 
 def bucket_name(text: str | None) -> str | None:
     """Returns the address of a remote folder without a last slash. Raises ConfigError."""
-    if text is not None and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[\w./-]+", text):
+    if text is not None and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[\w./@-]+", text):
         raise ConfigError(f"--bucket {text}: give the address of a folder, as gs://BUCKET/FOLDER")
     return text and text.rstrip("/")

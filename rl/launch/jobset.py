@@ -194,7 +194,7 @@ def _container(job: ClusterJob) -> dict[str, JsonValue]:
     container: dict[str, JsonValue] = {
         "name": _CONTAINER,
         "image": job.tag,
-        "command": [*job.train(), *_joined(job)],
+        "command": _command(job),
         "env": _variables(job),
         "ports": [{"containerPort": port} for port in ports],
         "resources": {"requests": chips, "limits": chips},
@@ -211,7 +211,7 @@ def _container(job: ClusterJob) -> dict[str, JsonValue]:
 def _variables(job: ClusterJob) -> list[dict[str, JsonValue]]:
     """Returns the variables of the job's secrets. Without any, those of the hub and of Weights &
     Biases are set where the cluster has them."""
-    secrets = job.secrets or [Secret.read(name) for name in _OPTIONAL]
+    secrets = job.secrets or [Secret(name, None, name) for name in _OPTIONAL]
     optional = {} if job.secrets else {"optional": True}
     return [
         {
@@ -222,14 +222,13 @@ def _variables(job: ClusterJob) -> list[dict[str, JsonValue]]:
     ]
 
 
-def _joined(job: ClusterJob) -> list[str]:
-    """Returns the options that join the processes. On TPUs GKE sets the variables that jax reads;
-    elsewhere jax would ask Kubernetes, which needs a client and rights."""
+def _command(job: ClusterJob) -> list[str]:
+    """Returns the command of a pod. On TPUs GKE sets the variables that jax reads; elsewhere jax
+    would ask Kubernetes, which needs a client and rights."""
     machines = job.machines
-    if machines.all_hosts == 1:
-        return ["--processes", "1"]
-    if machines.platform == "tpu":
-        return []
+    if machines.platform == "tpu" or machines.all_hosts == 1:
+        return job.train_joined_by_jax()
     first = f"{job.name}-{_WORKERS}-0-0.{job.name}:{PORT}"
     number = "$(JOB_COMPLETION_INDEX)"
-    return ["--processes", str(machines.hosts), "--process", number, "--coordinator", first]
+    joined = ["--processes", str(machines.hosts), "--process", number, "--coordinator", first]
+    return [*job.train(), *joined]

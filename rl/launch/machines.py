@@ -33,9 +33,9 @@ _NAMED = 6144
 class TpuKind:
     """A version of TPUs.
 
-    gke: value of the node label gke-tpu-accelerator. prefix, per_chip: of the name of a slice,
-    prefix-NUMBER, and how many a chip counts there. runtime: software version of a TPU VM; None: it
-    comes with GKE only. cubes: 4x4x4 of the largest slice of three dimensions; 0: it has two.
+    gke: value of the node label gke-tpu-accelerator. prefix, per_chip: a slice is named
+    PREFIX-NUMBER; NUMBER is chips x per_chip. runtime: software version of a TPU VM; None: it comes
+    with GKE only. cubes: 4x4x4 of the largest slice of three dimensions; 0: it has two.
     devices: devices of jax in a chip. sizes: numbers of chips for which the name of a slice stands
     for one of several topologies, that nearest to a cube; None: all up to 6144.
     """

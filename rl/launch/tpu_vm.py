@@ -200,7 +200,7 @@ def _worker(job: ClusterJob) -> str:
         "-v /var/lib/duet/runs:/runs",
         *(f"-e {each.variable}" for each in job.secrets),
         quoted(job.tag),
-        *(shlex.quote(word) for word in job.train_on_tpus()),
+        *(shlex.quote(word) for word in job.train_joined_by_jax()),
     ]
     return _WORKER.format(
         prepare=prepare,

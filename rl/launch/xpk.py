@@ -54,7 +54,7 @@ def launched(job: ClusterJob) -> Launched:
         f"--num-slices={machines.slices}",
         f"--docker-image={quoted(job.tag)}",
         # xpk runs the command in a shell of its own, which sends SIGTERM to its child.
-        f"--command={quoted('exec ' + shlex.join(job.train_on_tpus()))}",
+        f"--command={quoted('exec ' + shlex.join(job.train_joined_by_jax()))}",
         f"--max-restarts={job.limits.max_restarts}",
         f"--restart-on-exit-codes={','.join(map(str, RESTARTING_CODES))}",
         f"--termination-grace-period-seconds={job.limits.grace}",

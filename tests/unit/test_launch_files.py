@@ -16,7 +16,8 @@ import yaml
 
 from rl.commands import cli
 from rl.config.run import RunConfig
-from rl.launch.job import Secret
+from rl.errors import ConfigError
+from rl.launch.job import IN_KUBERNETES, IN_SECRET_MANAGER, Secret
 from rl.launch.machines import TPUS, Machines
 
 ROOT = Path(cli.__file__).parents[2]
@@ -204,8 +205,35 @@ def test_a_value_in_place_of_the_name_of_a_secret_is_refused_and_not_shown(kind,
 
 
 def test_secrets_are_read_by_variable_name_and_key():
-    assert Secret.read("A") == Secret("A", None, "A")
-    assert Secret.read("A=b.c:d_E") == Secret("A", "b.c", "d_E")
+    assert Secret.read("A", IN_KUBERNETES) == Secret("A", None, "A")
+    assert Secret.read("A=b.c:d_E", IN_KUBERNETES) == Secret("A", "b.c", "d_E")
+    assert Secret.read("A=MY_TOKEN", IN_SECRET_MANAGER) == Secret("A", "MY_TOKEN", "A")
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (IN_KUBERNETES, "MY_TOKEN"),
+        (IN_KUBERNETES, "a" * 64),
+        (IN_SECRET_MANAGER, "my.token"),
+        (IN_SECRET_MANAGER, "my token"),
+        (IN_SECRET_MANAGER, "0123456789abcdef" * 2 + "01234567"),  # as a key of Weights & Biases
+        (IN_SECRET_MANAGER, "sk-proj-0123456789abcdefgh"),
+        (IN_SECRET_MANAGER, "wandb_v1_AbCdEfGh0123456789"),
+    ],
+)
+def test_a_name_that_the_store_has_not_or_that_looks_like_a_value_is_refused(names, text):
+    with pytest.raises(ConfigError, match="--secret A=...: this is no name of a secret") as refused:
+        Secret.read(f"A={text}", names)
+    assert text not in str(refused.value)
+
+
+def test_each_kind_takes_the_names_of_its_store(tmp_path):
+    secret = ["--secret", "HF_TOKEN=MY_TOKEN"]
+    assert launch("tpu-vm", "v6e:4x4", tmp_path / "vm", *secret) == 0
+    assert "--secret=MY_TOKEN" in (tmp_path / "vm" / "worker.sh").read_text()
+    assert launch("xpk", "v6e:4x4", tmp_path / "xpk", *secret) == 0
+    assert launch("jobset", "v6e:4x4", tmp_path / "jobset", *secret) == 2
 
 
 @pytest.mark.parametrize(
@@ -300,6 +328,9 @@ def test_the_image_has_the_extras_of_what_the_configuration_names(tmp_path):
     assert launch("jobset", "v6e:4x4", tmp_path, "--bucket", "gs://b/r", *options) == 0
     text = (tmp_path / "Dockerfile.tpu").read_text()
     assert '[tpu,gcs,mlflow,tasks,vision]" && rm' in text
+    azure = "abfs://c@account.dfs.core.windows.net/x"
+    assert launch("jobset", "2xh100:8", tmp_path / "azure", "--bucket", azure) == 0
+    assert '[cuda]" adlfs && rm' in (tmp_path / "azure" / "Dockerfile.gpu").read_text()
     assert launch("jobset", "2xh100:8", tmp_path / "s3", "--bucket", "s3://b/r") == 0
     assert '[cuda]" s3fs && rm' in (tmp_path / "s3" / "Dockerfile.gpu").read_text()
 

@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     places.add_argument("--cluster", help="xpk: the cluster")
     places.add_argument("--namespace", help="jobset, xpk: namespace of Kubernetes")
     places.add_argument(
-        "--service-account", help="jobset, tpu-vm: account that may read the bucket"
+        "--service-account", help="jobset, tpu-vm: account that may write to the bucket"
     )
     places.add_argument("--partition", help="slurm")
     places.add_argument("--account", help="slurm")
