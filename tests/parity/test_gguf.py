@@ -163,6 +163,43 @@ def test_transformers_reads_what_is_written(kind, tmp_path):
         assert reload.check_gguf(model, file, "f16", PROMPT).difference < 1e-4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_llama_cpp_computes_what_is_written(kind, tmp_path):
+    """With `pip install xllamacpp`. Only tokens that are texts of their own can be drawn, since the
+    server says nothing of others."""
+    llama = pytest.importorskip("xllamacpp")
+    reference = model_of(kind, tmp_path / "model")
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    tokens = vocabulary.of_tokenizer(trained("qwen2"), special, [2], None)
+    file = tmp_path / "x.gguf"
+    writer.write(file, policy.load(tmp_path / "model"), "f16", tokens, "x")
+    texts = tokens.tokens[: SMALL["vocab_size"]]
+    banned = [n for n, text in enumerate(texts) if n < 5 or not f"{text}!".isascii()]
+    ids = [*PROMPT[0]]
+    with torch.no_grad():
+        for _ in range(5):
+            logits = reference(torch.tensor([ids])).logits[0, -1]
+            logits[banned] = -1e9
+            ids.append(int(logits.argmax()))
+    params = llama.CommonParams()
+    params.model.path = str(file)
+    params.n_ctx = 64
+    params.warmup = False
+    params.cache_type_k = params.cache_type_v = llama.ggml_type.GGML_TYPE_F32
+    reply = llama.Server(params).handle_completions(
+        {
+            "prompt": PROMPT[0],
+            "max_tokens": 5,
+            "temperature": 0.0,
+            "logprobs": 1,
+            "logit_bias": {str(n): -100 for n in banned},
+        }
+    )
+    drawn = reply["choices"][0]["logprobs"]["content"]
+    assert [each["id"] for each in drawn] == ids[len(PROMPT[0]) :]
+
+
 TEXTS = (
     "Hello world, it's 12345 o'clock!",
     "def f(x):\n    return x ** 2\n\n\n# caf\u00e9 \u6625\u7720",
