@@ -165,4 +165,7 @@ def _path(text: str) -> Path | None:
 
 def _size(path: Path) -> int:
     files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    try:
+        return sum(file.stat().st_size for file in files if file.is_file())
+    except OSError as error:
+        raise ConfigError(f"{path} is to be copied: {error}") from None

@@ -21,11 +21,10 @@ def write(
     """Writes texts and copies by their relative paths, and returns the paths.
 
     copied: file or folder of this machine by path. force: replaces files of others.
-    Raises ConfigError, before anything is written, if a file of somebody else is in the way.
+    Raises ConfigError, before anything is written, if a file of somebody else is in the way, or one
+    to copy cannot be read.
     """
-    contents = {name: text.encode() for name, text in files.items()}
-    for name, source in copied.items():
-        contents |= {path: file.read_bytes() for path, file in _files(name, source)}
+    contents = {name: text.encode() for name, text in files.items()} | _read(copied)
     recorded = _recorded(directory)
     known = recorded or {}
     others = [WRITTEN] if recorded is None else []
@@ -48,6 +47,16 @@ def write(
     except OSError as error:
         raise ConfigError(f"-o {directory}: {error.filename}: {error.strerror}") from None
     return list(contents)
+
+
+def _read(copied: Mapping[str, Path]) -> dict[str, bytes]:
+    contents = {}
+    for name, source in copied.items():
+        try:
+            contents |= {path: file.read_bytes() for path, file in _files(name, source)}
+        except OSError as error:
+            raise ConfigError(f"{source} is to be copied: {error}") from None
+    return contents
 
 
 def _files(name: str, source: Path) -> Iterator[tuple[str, Path]]:

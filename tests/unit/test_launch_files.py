@@ -323,6 +323,22 @@ def test_the_configuration_is_that_of_the_machines_with_the_files_that_it_names(
     assert "COPY files/ ./" in docker and "[tpu]" in docker
 
 
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("{}\n")
+    read = Path.read_bytes
+
+    def refused(path):
+        if path.name == "rows.jsonl":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    assert launch("jobset", "v6e:4x4", "out", "data.system=rows.jsonl", "--no-check") == 2
+    assert "rows.jsonl is to be copied: " in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
 def test_the_image_has_the_extras_of_what_the_configuration_names(tmp_path):
     options = ["rewards.functions.0.name=math", "run.mlflow={}", "--extra", "vision", "--no-check"]
     assert launch("jobset", "v6e:4x4", tmp_path, "--bucket", "gs://b/r", *options) == 0
