@@ -318,6 +318,40 @@ def test_a_run_with_damaged_checkpoints_only_is_not_begun_again(run, tmp_path, d
         pass
     assert objects() == before and "run.remote" in str(raised.value)
     assert complete(tmp_path / "new" / "checkpoints") == []
+    assert not (tmp_path / "new" / "events.jsonl").exists()
+
+
+def test_records_and_weights_come_with_the_checkpoint_before_one_with_a_broken_manifest(
+    run, tmp_path
+):
+    remote_runs.make_model(run, "export")
+    train(run, numbers=[1])
+    train(run, numbers=[2])
+    Store("faulty://bucket/run").write("checkpoints/0000000002/manifest.json", b'{"files": []}')
+    with mirror(tmp_path / "new"):
+        assert [number for number, _ in complete(tmp_path / "new" / "checkpoints")] == [1]
+        assert steps(tmp_path / "new") == steps(run)
+        assert (tmp_path / "new" / "export" / "model.safetensors").is_file()
+
+
+def test_weights_that_are_sent_after_the_checkpoint_was_fetched_are_fetched_too(
+    run, tmp_path, capsys
+):
+    url = f"file://{tmp_path}/remote"
+    copy = tmp_path / "copy"
+    train(run, numbers=[1], url=url)
+    assert cli.main(["fetch", url, str(copy), "--weights"]) == 0
+    remote_runs.make_model(run, "export")
+    with mirror(run, url):
+        pass
+    files = Path(f"{tmp_path}/remote/export.files.json")
+    sent = files.read_text()
+    files.write_text(sent[:-5])
+    assert cli.main(["fetch", url, str(copy), "--weights"]) == 5
+    assert "export.files.json: truncated or altered" in capsys.readouterr().err
+    files.write_text(sent)
+    assert cli.main(["fetch", url, str(copy), "--weights"]) == 0
+    assert (copy / "export" / "model.safetensors").is_file()
 
 
 def test_the_newer_of_two_folders_wins(run, tmp_path):

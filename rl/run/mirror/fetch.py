@@ -1,8 +1,8 @@
-"""Fetches a run from its remote folder, where that is further than the local one: records and
-folders with weights first, then the checkpoint, which appears in one step.
+"""Fetches a run from its remote folder, where that is further than the local one.
 
-A process that is killed meanwhile leaves a local folder without that checkpoint, and the next start
-fetches it again.
+The files of a checkpoint are fetched and checked first, then records and folders with weights; last
+the checkpoint appears in one step. A process that is killed meanwhile leaves a local folder without
+that checkpoint, and the next start fetches it again.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ def fetch_copy(url: str, run: Path, *, weights: bool, retries: Retries = Retries
     check_same_run(remote, run, listing)
     if weights:
         fetch(remote, run)
+        with written_to(run):
+            fetch_models(remote, run, listing)  # also where the checkpoint was here already
     elif complete(run / CHECKPOINT_FOLDER):
         raise ConfigError(
             f"{run} has checkpoints, so it is a run and no copy of records; name another folder"
@@ -127,11 +129,10 @@ def _fetch_newest(
     problems = []
     for each in newer:
         try:
-            manifest = manifest_of(remote.store, each.folder)
-            if not problems:
-                fetch_records(remote, run, listing)
+            with _unfinished_checkpoint(remote, run, each) as unfinished:
+                _fetch_changing_records(remote, run, listing)
                 fetch_models(remote, run, listing)
-            _fetch_checkpoint(remote, run, each, manifest)
+                _put(unfinished, run / CHECKPOINT_FOLDER / f"{each.number:010d}")
         except Damaged as error:
             problems.append(f"{remote.store.url}/{each.folder}: {error}")
             remote.damaged.add(each.name)
@@ -187,19 +188,24 @@ def manifest_of(store: Store, folder: str) -> dict[str, Any]:
         files = manifest["files"]
     except (ValueError, KeyError, TypeError, FileNotFoundError):
         raise Damaged(f"{MANIFEST}: truncated or altered") from None
+    if not isinstance(files, dict):
+        raise Damaged(f"{MANIFEST}: truncated or altered")
     for name, facts in files.items():
-        if not (_is_below(name) and isinstance(facts, dict) and "sha256" in facts):
+        if not (_is_below(name) and isinstance(facts, dict) and {"sha256", "size"} <= facts.keys()):
             raise Damaged(f"{MANIFEST}: {name!r} is no file of a checkpoint")
     return manifest
 
 
-def _fetch_checkpoint(
-    remote: RemoteRun, run: Path, checkpoint: RemoteCheckpoint, manifest: Mapping[str, Any]
-) -> None:
-    """Writes a checkpoint to the local folder. Raises Damaged."""
-    target = run / CHECKPOINT_FOLDER / f"{checkpoint.number:010d}"
-    unfinished = target.with_name(f"{target.name}.{_FETCHING}")
+@contextmanager
+def _unfinished_checkpoint(
+    remote: RemoteRun, run: Path, checkpoint: RemoteCheckpoint
+) -> Iterator[Path]:
+    """Yields a folder with the files of a checkpoint, and removes it at the end if it is still
+    there. Raises Damaged."""
+    manifest = manifest_of(remote.store, checkpoint.folder)
+    unfinished = run / CHECKPOINT_FOLDER / f"{checkpoint.number:010d}.{_FETCHING}"
     shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
     names = [*manifest["files"], MANIFEST]
     size = sum(facts["size"] for facts in manifest["files"].values())
     if shutil.disk_usage(run).free < size:
@@ -208,17 +214,22 @@ def _fetch_checkpoint(
             f"({disk_room(run, size)})"
         )
     try:
-        _get_all(remote, checkpoint.folder, names, unfinished)
-        wrong = examine(unfinished)[1]
-        if wrong:
+        try:
+            _get_all(remote, checkpoint.folder, names, unfinished)
+        except FileNotFoundError as error:
+            raise Damaged(f"{error}: missing") from None
+        if wrong := examine(unfinished)[1]:
             raise Damaged("; ".join(wrong))
-        if target.exists():
-            shutil.rmtree(target)
-        unfinished.rename(target)
-    except FileNotFoundError as error:
-        raise Damaged(f"{error}: missing") from None
+        yield unfinished
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _put(unfinished: Path, target: Path) -> None:
+    """Moves a fetched checkpoint to its place."""
+    if target.exists():
+        shutil.rmtree(target)
+    unfinished.rename(target)
 
 
 def fetch_records(remote: RemoteRun, run: Path, listing: Listing) -> None:
@@ -243,9 +254,7 @@ def fetch_models(remote: RemoteRun, run: Path, listing: Listing) -> None:
         unfinished = target.with_name(f"{target.name}.tmp")
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
-            files = json.loads(remote.store.read(f"{folder}{FILES}"))
-            if not all(map(_is_below, files)):
-                raise RemoteError(f"{remote.store.url}/{folder}{FILES}: names of no files below it")
+            files = _files_of(remote, folder)
             _get_all(remote, folder, files, unfinished)
             _check_files(remote, folder, files, unfinished)
             unfinished.rename(target)
@@ -253,6 +262,22 @@ def fetch_models(remote: RemoteRun, run: Path, listing: Listing) -> None:
             raise RemoteError(f"{remote.store.url}/{folder}: {error}: missing") from None
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _files_of(remote: RemoteRun, folder: str) -> dict[str, Any]:
+    """Returns the list of the files of a folder with weights, with their SHA-256. Raises
+    RemoteError for one that no run wrote."""
+    name = f"{folder}{FILES}"
+    try:
+        files = json.loads(remote.store.read(name))
+        if all(_is_below(each) and facts["sha256"] for each, facts in files.items()):
+            return files
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise RemoteError(
+        f"{remote.store.url}/{name}: truncated or altered. Restore the object, or remove it if the "
+        "run can do without this folder"
+    )
 
 
 def _check_files(remote: RemoteRun, folder: str, files: Mapping[str, Any], directory: Path) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path, PurePosixPath
 
 
 def local_run(place: str) -> str:
-    """Returns the folder of a run. Of a URL it is a copy of the records in the cache, in which only
-    what is new is fetched.
+    """Returns the folder of a run. Of a URL it is a copy of the records, in the cache.
 
     Raises ConfigError if there is no run, RemoteError if it cannot be read.
     """
