@@ -145,12 +145,12 @@ def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argp
         # option.
         arguments.filter = [*arguments.filter, *(word for word in unknown if word != "--")]
         unknown = []
-    if isinstance(getattr(arguments, "config", None), list) and not any(
-        word.startswith("-") for word in unknown
-    ):
-        # `rl-train FILE --check key=value`
-        arguments.config = [*arguments.config, *unknown]
-        unknown = []
+    for name in ("config", "sources"):
+        words = getattr(arguments, name, None)
+        if isinstance(words, list) and not any(word.startswith("-") for word in unknown):
+            # `rl-train FILE --check key=value`, `rl import trl FILE -o run.yml key=value`
+            setattr(arguments, name, [*words, *unknown])
+            unknown = []
     if unknown:
         overrides = overrides_of(argv, unknown) if hasattr(arguments, "config") else []
         hint = f"; write {' '.join(map(quoted, overrides))}" if overrides else ""

@@ -506,7 +506,10 @@ def _offline(draft: Draft, program: str) -> None:
 
 def _sft(draft: Draft) -> None:
     draft.put(f"{ALGORITHM}.name", "sft")
-    draft.put(f"{ALGORITHM}.train_on", "assistant", "data.multiturn")
+    turns = draft.truth("data.multiturn")
+    trained = "assistant" if turns else "last_turn"
+    note = "" if turns else "OpenRLHF trains on the last answer"
+    draft.put(f"{ALGORITHM}.train_on", trained, "data.multiturn", note=note)
     _demonstrations(draft)
 
 

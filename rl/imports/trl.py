@@ -58,6 +58,7 @@ _REWARDS = {
     },
 }
 _SAMPLED = ("grpo", "rloo", "distillation")
+_LOGGING_STEPS = 10  # of TRL
 _BEST = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
 
 
@@ -356,6 +357,10 @@ def _evaluation(draft: Draft, trainer: str, updates: int) -> None:
         draft.leave(*_BEST, why="without an evaluation no checkpoint is the best")
         return
     every = _every(draft, key, "eval_steps", updates)
+    note = ""
+    if every is None and strategy == "steps" and not draft.has("eval_steps"):
+        every = max(1, round((draft.number("logging_steps") or _LOGGING_STEPS) / updates))
+        note = "as often as logging_steps"
     name = draft.texts("dataset_name")
     if not name:
         why = "the file names no dataset: write `held_out` or `evaluation`"
@@ -367,24 +372,24 @@ def _evaluation(draft: Draft, trainer: str, updates: int) -> None:
         data["subset"] = draft.text("dataset_config")
     if trainer in _SAMPLED:
         section = "evaluation"
-        note = "accuracy of completions, where TRL logs loss and rewards"
-        draft.put(f"{section}.data", data, *keys, note=note, changed=True)
+        measured = "accuracy of completions, where TRL logs loss and rewards"
+        draft.put(f"{section}.data", data, *keys, note=measured, changed=True)
         samples = draft.integer("num_generations_eval")
         if samples:
             draft.put(f"{section}.samples", samples, "num_generations_eval")
     else:
         section = f"{STAGE}.held_out"
         draft.put(f"{section}.data", data, *keys)
-    draft.put(f"{section}.every", every or 0, "eval_steps", key)
-    _best(draft)
+    draft.put(f"{section}.every", every or 0, "eval_steps", key, note=note)
+    _best(draft, trainer)
 
 
-def _best(draft: Draft) -> None:
+def _best(draft: Draft, trainer: str) -> None:
     metric = draft.text("metric_for_best_model") or "loss"
     if not draft.truth("load_best_model_at_end"):
         draft.same(*_BEST, note="the last weights count")
         return
-    if metric not in ("loss", "eval_loss"):
+    if trainer in _SAMPLED or metric not in ("loss", "eval_loss"):
         draft.leave(*_BEST, why=f"`{metric}`: name a metric of docs/metrics.md in stages.0.best")
         return
     draft.put(f"{STAGE}.best.metric", "held_out/loss", *_BEST)
@@ -588,16 +593,7 @@ def _clips(draft: Draft, loss: str) -> None:
     high = draft.number("epsilon_high")
     keys = ("epsilon", "epsilon_high", "delta")
     if loss == "cispo":
-        bound = low if high is None else high
-        draft.put(f"{ALGORITHM}.epsilon", 1.0, "epsilon", note="no lower bound in TRL")
-        draft.put(
-            f"{ALGORITHM}.epsilon_high",
-            round((bound or 0) - 1, 12),
-            "epsilon_high",
-            note=f"the ratio is at most 1 + epsilon_high; TRL names the bound itself, {bound:g}",
-            changed=True,
-        )
-        draft.same("delta", note="cispo has no delta")
+        _cispo(draft, "epsilon" if high is None else "epsilon_high")
     elif loss in ("sapo", "vespo"):
         draft.same(*keys, note=f"{loss} does not clip")
         _weights(draft, loss)
@@ -610,6 +606,24 @@ def _clips(draft: Draft, loss: str) -> None:
         if (delta := draft.number("delta")) is not None:
             draft.put(f"{ALGORITHM}.delta", delta, "delta")
         draft.same("epsilon_high", "delta", note="no value")
+
+
+def _cispo(draft: Draft, key: str) -> None:
+    """Writes the bounds of cispo. key: the one that sets the upper bound."""
+    draft.put(f"{ALGORITHM}.epsilon", 1.0, note="no lower bound in TRL")
+    bound = draft.number(key)
+    if bound is not None:
+        draft.put(
+            f"{ALGORITHM}.epsilon_high",
+            round(bound - 1, 12),
+            key,
+            note=f"the ratio is at most 1 + epsilon_high; TRL names the bound itself, {bound:g}",
+            changed=True,
+        )
+    elif draft.fate_of(key) is None:
+        draft.refuse(key, why="cispo needs a number")
+    draft.same("epsilon", "epsilon_high", note="cispo has no lower bound")
+    draft.same("delta", note="cispo has no delta")
 
 
 def _weights(draft: Draft, loss: str) -> None:

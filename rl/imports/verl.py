@@ -190,14 +190,16 @@ def _run(draft: Draft) -> None:
 
 def _optimizer(draft: Draft, section: str, clip: str, target: str, updates: int) -> None:
     """Writes an optimizer. verl advances its schedule once a step, whatever updates it makes."""
-    name = draft.text(f"{section}.optimizer") or draft.text(f"{section}.name")
     keys = (f"{section}.optimizer", f"{section}.name")
+    key = keys[1] if draft.has(keys[1]) and not draft.has(keys[0]) else keys[0]
+    name = draft.text(key)
     ours = {"adamw": "adamw", "adam": "adamw", "muon": "muon", "sgd": "sgd", "lion": "lion"}
     ours = next((o for n, o in ours.items() if name.lower().endswith(n)), "")
     if ours:
-        draft.put(f"{target}.name", ours, *keys)
+        draft.put(f"{target}.name", ours, key)
     else:
-        draft.refuse(*keys, why=f"Duet has no optimizer `{name}`")
+        draft.refuse(key, why=f"Duet has no optimizer `{name}`")
+    draft.same(*keys, note=f"{key} counts")
     draft.put(f"{target}.learning_rate", draft.number(f"{section}.lr"), f"{section}.lr")
     decay = f"{section}.weight_decay"
     draft.put(f"{target}.weight_decay", draft.number(decay), decay)
@@ -389,14 +391,11 @@ def _loss(draft: Draft, name: str, mode: str) -> None:
     both = f"{_ACTOR}.clip_ratio"
     dual = f"{_ACTOR}.clip_ratio_c"
     key = f"{_ACTOR}.policy_loss.loss_mode"
-    lowest = draft.number(low)
-    highest = draft.number(high)
-    if (
-        draft.has(both)
-        and draft.number(both) != lowest
-        and not (draft.has(low) and draft.has(high))
-    ):
-        note = f"verl reads clip_ratio_low and clip_ratio_high, {lowest:g} and {highest:g} here"
+    lowest = _bound(draft, low, both)
+    highest = _bound(draft, high, both)
+    is_read = {lowest, highest} == {draft.number(both)}
+    if draft.has(both) and not is_read and not (draft.has(low) and draft.has(high)):
+        note = f"verl reads clip_ratio_low and clip_ratio_high, {lowest} and {highest} here"
         draft.change(both, note=note)
     draft.same(both, note="clip_ratio_low and clip_ratio_high count")
     if mode not in ("vanilla", "gspo", "geo_mean", "sapo", "cispo", "dppo_tv"):
@@ -425,6 +424,12 @@ def _loss(draft: Draft, name: str, mode: str) -> None:
     if mode == "vanilla" and draft.number(dual) is not None:
         draft.put(f"{ALGORITHM}.dual_clip", draft.number(dual), dual)
     draft.same(dual, key, note=f"{mode} does not read it")
+
+
+def _bound(draft: Draft, key: str, both: str) -> float | None:
+    """Returns a bound of the ratio; where its key is null, verl reads the one for both."""
+    value = draft.number(key)
+    return draft.number(both) if value is None and draft.fate_of(key) is None else value
 
 
 def _aggregation(draft: Draft, mode: str) -> None:
@@ -512,6 +517,15 @@ def _returns(draft: Draft, name: str, updates: int) -> None:
     if draft.has(path) and draft.text(path) != draft.text(policy):
         draft.refuse(path, why="a critic starts as a copy of the policy")
     draft.same(path, note="a critic starts as a copy of the policy")
+    for name in ("lora_rank", "lora.rank"):
+        rank = f"critic.model.{name}"
+        policy_rank = draft.integer(f"actor_rollout_ref.model.{name}") or 0
+        if draft.has(rank) and (draft.integer(rank) or 0) != policy_rank:
+            draft.refuse(rank, why="the critic has an adapter of the rank that the policy's has")
+        elif policy_rank and not draft.has(rank):
+            note = "the critic learns an adapter too, where verl trains all of its weights"
+            draft.change(rank, note=note)
+        draft.same(rank)
 
 
 def _correction(draft: Draft) -> None:

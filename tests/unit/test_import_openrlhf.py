@@ -213,3 +213,14 @@ def test_the_default_penalty_of_rewards_is_refused_for_groups(tmp_path):
     script.write_text(text.replace("   --algo.kl.use_loss\n", ""))
     assert "algo.kl.init_coef" in refused("openrlhf", script)
     assert draft_of("openrlhf", OPENRLHF / "grpo.sh").fate_of("algo.kl.init_coef") == "mapped"
+
+
+@pytest.mark.parametrize(("flag", "trained"), [("", "last_turn"), ("--multiturn", "assistant")])
+def test_only_conversations_of_several_turns_train_on_each_answer(tmp_path, flag, trained):
+    script = tmp_path / "sft.sh"
+    script.write_text(
+        "deepspeed --module openrlhf.cli.train_sft --pretrain a/b --dataset c/d "
+        f"--input_key messages --apply_chat_template {flag}\n"
+    )
+    draft = draft_of("openrlhf", script)
+    assert draft.values["stages.0.algorithm.train_on"].value == trained

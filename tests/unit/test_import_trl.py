@@ -7,8 +7,9 @@ import pytest
 import trl
 from importing import config_of, draft_of, refused, said_of
 
+from rl.commands import cli
 from rl.imports import trl as importer
-from rl.imports.draft import Draft
+from rl.imports.draft import Draft, Facts
 from rl.imports.given import Given, GivenValue
 from rl.imports.rules import UNSET, Copy, Joint, rule_of
 from rl.imports.tables.trl import TABLES
@@ -259,6 +260,44 @@ def test_an_evaluation_by_its_older_name_and_the_best_checkpoint(tmp_path):
     file.write_text(file.read_text().replace("strategy: steps", 'strategy: "no"'))
     draft = draft_of("trl", file)
     assert draft.fate_of("load_best_model_at_end") == "left"
+
+
+def test_an_evaluation_is_as_often_as_a_log_line_without_a_number_of_its_own(tmp_path):
+    file = tmp_path / "sft.yaml"
+    lines = "model_name_or_path: a/b\ndataset_name: c/d\nmax_steps: 100\neval_strategy: steps\n"
+    file.write_text(lines)
+    assert config_of("trl", file, "--trainer", "sft").stages[0].held_out.every == 10
+    file.write_text(f"{lines}logging_steps: 25\n")
+    config = config_of("trl", file, "--trainer", "sft")
+    assert (config.stages[0].held_out.every, config.run.log_every) == (25, 25)
+
+
+def test_a_sampled_stage_has_no_best_loss(tmp_path):
+    file = tmp_path / "grpo.yaml"
+    file.write_text(
+        "model_name_or_path: a/b\ndataset_name: c/d\nmax_steps: 9\neval_strategy: steps\n"
+        "eval_steps: 3\nload_best_model_at_end: true\n"
+    )
+    config = config_of("trl", file, "--trainer", "grpo")
+    assert config.stages[0].best is None and config.evaluation.every == 3
+    draft = draft_of("trl", file, facts=Facts(trainer="grpo"))
+    assert draft.fate_of("load_best_model_at_end") == "left"
+
+
+@pytest.mark.parametrize("value", ["null", "many"])
+def test_cispo_needs_its_bound(tmp_path, value):
+    file = tmp_path / "grpo.yaml"
+    file.write_text(f"model_name_or_path: a/b\nloss_type: cispo\nepsilon: {value}\n")
+    assert "epsilon" in refused("trl", file)
+
+
+def test_keys_after_an_option_belong_to_the_files(tmp_path, capsys):
+    file = tmp_path / "sft.yaml"
+    file.write_text("model_name_or_path: a/b\n")
+    out = tmp_path / "run.yml"
+    words = ["import", "trl", str(file), "-o", str(out), "learning_rate=2e-6", "max_steps=3"]
+    assert cli.main(words) == 0
+    assert "learning_rate: 2.0e-06" in out.read_text() and "steps: 3" in out.read_text()
 
 
 def test_heads_of_further_tokens_are_refused_in_one_line(tmp_path):

@@ -8,7 +8,7 @@ from importing import config_of, draft_of, refused, said_of
 from rl.imports import verl as importer
 from rl.imports.draft import Draft
 from rl.imports.given import Given, GivenValue
-from rl.imports.rules import rule_of
+from rl.imports.rules import SPEED, rule_of
 from rl.imports.tables.verl import RL, SFT
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "imports"
@@ -258,3 +258,35 @@ def test_a_configuration_that_is_not_of_verl_is_asked_for(tmp_path):
     assert "config_name" in refused("verl", script)
     script.write_text("python -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer\n")
     config_of("verl", script)
+
+
+def _script(folder, *words) -> Path:
+    script = folder / "run.sh"
+    script.write_text(f"python -m verl.trainer.main_ppo {' '.join(words)}\n")
+    return script
+
+
+def test_a_bound_that_is_null_is_that_of_both(tmp_path):
+    script = _script(tmp_path, f"{ACTOR}.clip_ratio=0.3", f"{ACTOR}.clip_ratio_low=null")
+    draft = draft_of("verl", script)
+    assert draft.written_number("stages.0.algorithm.epsilon") == 0.3
+    assert draft.written_number("stages.0.algorithm.epsilon_high") == 0.2
+    assert "clip_ratio_high, 0.3 and 0.2 here" in said_of("verl", script)
+
+
+def test_an_optimizer_by_its_older_name(tmp_path):
+    draft = draft_of("verl", _script(tmp_path, f"{ACTOR}.optim.name=sgd"))
+    assert draft.values["stages.0.optimizer.name"].value == "sgd"
+
+
+def test_unknown_options_of_an_optimizer_and_an_adapter_of_the_critic_are_refused(tmp_path):
+    words = (f"{ACTOR}.optim.unknown=1", "algorithm.adv_estimator=gae", "critic.model.lora_rank=8")
+    keys = refused("verl", _script(tmp_path, *words, "critic.optim.unknown=2"))
+    assert keys >= {words[0][:-2], "critic.model.lora_rank", "critic.optim.unknown"}
+    draft = draft_of("verl", _script(tmp_path, f"{ACTOR}.fsdp_config.model_dtype=bfloat16"))
+    assert draft.fate_of(f"{ACTOR}.fsdp_config.model_dtype") == "changed"
+
+
+def test_reasons_of_a_section_come_before_those_of_all_engines():
+    for key in ("shuffle", "data_loader_seed", "rollout_n"):
+        assert rule_of(RL, f"{ACTOR}.{key}") is not SPEED

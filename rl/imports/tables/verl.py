@@ -25,13 +25,18 @@ _SERVICE = Leave("Duet has no such service")
 _TOOLS = Refuse("this import writes no environment with tools or several turns", OFF)
 _ROLLOUT_CODE = "write a producer or an environment of Duet (docs/extending.md)"
 
-_ENGINES: dict[str, Rule] = dict.fromkeys(
+_FROZEN = Leave("the reference model is not trained")
+_WEIGHTS = Differ(
+    "weights are float32; `model.param_dtype: bfloat16` keeps them in bfloat16",
+    ("fp32", "float32", None),
+)
+_ENGINES: dict[str, Rule] = {"fsdp_config.model_dtype": _WEIGHTS} | dict.fromkeys(
     (
         *("fsdp_config.*", "fsdp.*", "megatron.*", "veomni.*", "torchtitan.*", "automodel.*"),
         *("deepspeed.*", "profiler.*", "profile.*", "strategy", "load_weight", "nccl_timeout"),
         *("ulysses_sequence_parallel_size", "entropy_checkpointing", "entropy_from_logits_*"),
         *("pad_to_length*", "use_fused_kernels", "use_remove_padding", "use_torch_compile"),
-        *("log_prob_*", "forward_*", "optim.*", "router_replay.*", "use_dynamic_bsz"),
+        *("log_prob_*", "forward_*", "router_replay.*", "use_dynamic_bsz"),
         *("ppo_micro_batch_size*", "ppo_max_token_len_per_gpu", "calculate_entropy"),
         *("data_loader_seed", "shuffle", "rollout_n", "ppo_infer_*", "launch_reward_fn_async"),
     ),
@@ -161,6 +166,7 @@ _MODEL: dict[str, Rule] = {
     "input_tokenizer": Leave("the scores are of the reward model's own tokenizer"),
 }
 _ACTOR: dict[str, Rule] = {
+    **_ENGINES,
     "ppo_mini_batch_size": Joint(256),
     "ppo_micro_batch_size*": Leave("`stages.N.micro_batch` changes speed and memory only"),
     "ppo_infer_*": SPEED,
@@ -205,9 +211,9 @@ _ACTOR: dict[str, Rule] = {
     "qat.*": SPEED,
     "self_distillation.*": Refuse("Duet has `opd` with `teacher.source: policy`", OFF),
     "rollout_n": Leave("`rollout.n` sets it"),
-    **_ENGINES,
 }
 _CRITIC: dict[str, Rule] = {
+    **_ENGINES,
     "ppo_epochs": Refuse(neutral=(1, None)),
     "ppo_mini_batch_size": Joint(),
     "cliprange_value": Joint(0.5),
@@ -216,9 +222,9 @@ _CRITIC: dict[str, Rule] = {
     "loss_scale_factor": Leave("the loss of values is a mean over tokens"),
     "grad_clip": Joint(1.0),
     "checkpoint.*": CHECKPOINTS,
-    **_ENGINES,
 }
 _ROLLOUT: dict[str, Rule] = {
+    **_SERVERS,
     "n": Joint(1),
     "temperature": Joint(1.0),
     "top_k": Joint(-1),
@@ -258,7 +264,6 @@ _ROLLOUT: dict[str, Rule] = {
     "skip*": LOGS,
     "calculate_log_probs": LOGS,
     "trace.*": LOGS,
-    **_SERVERS,
 }
 _DATA: dict[str, Rule] = {
     "continuous_token.*": Leave("Duet trains on the token ids that were sampled"),
@@ -336,6 +341,7 @@ _ALGORITHMS: dict[str, Rule] = {
     "codapo_*": Leave("only of adv_estimator: codapo"),
 }
 _REWARD: dict[str, Rule] = {
+    **_ENGINES,
     "custom_reward_function.path": Joint(),
     "custom_reward_function.name": Joint("compute_score"),
     "custom_reward_function.reward_kwargs*": Joint(),
@@ -376,7 +382,6 @@ _REWARD: dict[str, Rule] = {
     "max_length": Leave("`max_length` bounds prompt and completion"),
     "micro_batch_size*": SPEED,
     "use_reward_loop": _ENGINE,
-    **_ENGINES,
 }
 _TRAINER: dict[str, Rule] = {
     "total_epochs": Joint(30),
@@ -438,11 +443,17 @@ RL: dict[str, Rule] = _first_names(
     _under("actor_rollout_ref.rollout", _ROLLOUT),
     _under("actor_rollout_ref.model", _MODEL),
     _under("actor_rollout_ref.ref", _ENGINES),
-    {"actor_rollout_ref.ref.model.path": Joint()},
+    {"actor_rollout_ref.ref.model.path": Joint(), "actor_rollout_ref.ref.optim.*": _FROZEN},
     {"actor_rollout_ref.hybrid_engine": _ENGINE, "actor_rollout_ref.nccl_timeout": _DEVICES},
     _under("critic.optim", _OPTIMIZER | {"lr": Joint(1e-5)}),
     _under("critic", _CRITIC),
-    {"critic.model.path": Joint("~/models/deepseek-llm-7b-chat"), "critic.model.*": SPEED},
+    {
+        "critic.model.path": Joint("~/models/deepseek-llm-7b-chat"),
+        "critic.model.fsdp_config.model_dtype": _WEIGHTS,
+        "critic.model.lora_rank": Joint(0),
+        "critic.model.lora.rank": Joint(0),
+        "critic.model.*": SPEED,
+    },
     _under("data", _DATA),
     {"remote_backend": _DEVICES, "remote_backend.*": SPEED},
     _under("algorithm", _ALGORITHMS),
@@ -525,6 +536,7 @@ SFT: dict[str, Rule] = _first_names(
         "data.mm_processor_kwargs*": _LOADER,
         "checkpoint.*": CHECKPOINTS,
         "engine": SPEED,
+        "engine.model_dtype": _WEIGHTS,
         "engine.*": SPEED,
         "model": Leave("the keys of `model` count"),
         "optim": Differ(
@@ -533,6 +545,7 @@ SFT: dict[str, Rule] = _first_names(
         "profiler.*": LOGS,
         "ulysses_sequence_parallel_size": SPEED,
         "use_remove_padding": SPEED,
+        "model.fsdp_config.model_dtype": _WEIGHTS,
         "model.fsdp_config.*": SPEED,
         "model.strategy": SPEED,
         "lora_rank": Joint(),
