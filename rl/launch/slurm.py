@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 
 from rl.errors import ConfigError
 from rl.launch.containers import FILES, dockerfile, image_commands
-from rl.launch.job import FAILING_CODES, PORT, RUN_FILE, Capacity, ClusterJob, Command, Launched
+from rl.launch.job import (
+    FAILING_CODES,
+    PORT,
+    RUN_FILE,
+    Capacity,
+    ClusterJob,
+    Command,
+    Folders,
+    Launched,
+)
 from rl.launch.machines import Machines
 from rl.launch.shell import AGAIN, lines, quoted
 
@@ -159,10 +169,19 @@ def _srun(job: ClusterJob) -> list[str]:
     if job.image:
         words += [
             f"--container-image={quoted(_image(job.image))}",
-            f"--container-mounts={quoted(f'{job.folders.working}:{job.folders.working}')}",
+            f"--container-mounts={quoted(_mounts(job.folders))}",
             f"--container-workdir={quoted(job.folders.working)}",
         ]
     return words
+
+
+def _mounts(folders: Folders) -> str:
+    """Returns the folders that the container sees under the same paths: the run writes into one,
+    and its configuration lies in the other."""
+    names = [folders.working]
+    if not Path(folders.output).is_relative_to(folders.working):
+        names.append(folders.output)
+    return ",".join(f"{name}:{name}" for name in names)
 
 
 def _image(name: str) -> str:

@@ -571,6 +571,17 @@ def test_commands_before_the_run_and_the_container_are_in_the_batch_script(tmp_p
     assert subprocess.run(["bash", "-n", str(tmp_path / "run.sbatch")]).returncode == 0
 
 
+def test_the_container_sees_the_folder_of_the_run_and_that_of_its_configuration(
+    tmp_path, monkeypatch
+):
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for output, mounts in (("out", f"{here}:{here}"), (there, f"{here}:{here},{there}:{there}")):
+        assert launch("slurm", "gpu:4", output, "--image", "host/duet:1") == 0
+        assert f"--container-mounts={mounts} " in (here / output / "run.sbatch").read_text()
+
+
 def test_the_cores_of_a_host_are_asked_of_sbatch_and_srun(tmp_path, capsys):
     assert launch("slurm", "gpu:4", tmp_path, "--cpus-per-task", "32") == 0
     text = (tmp_path / "run.sbatch").read_text()
