@@ -33,6 +33,7 @@ on it. left: not supported, and no result depends on it."""
 _BESIDES = ("run.", "evaluation.")  # sections on which no training depends
 _EVALUATED = ("val_files", "eval.dataset", "eval_data_path")
 _HINTS = 20  # unknown keys for which the nearest one is looked for, which takes time
+_NULL = ("null", "None")  # texts
 _TRUE = {"true", "yes", "on", "1"}
 _FALSE = {"false", "no", "off", "0"}
 
@@ -83,7 +84,7 @@ class Draft:
     def has(self, key: str) -> bool:
         """Tells whether the files have a key with a value."""
         word = self.given.words.get(key)
-        return word is not None and word.value is not None
+        return word is not None and word.value not in (None, *_NULL)
 
     def value(self, key: str) -> JsonValue:
         """Returns the value of a key: of the files, else the framework's default, else None."""
@@ -92,7 +93,7 @@ class Draft:
             self._refuse_unresolved(key, word)
             return None
         if word is not None:
-            return None if word.value in ("null", "None") else word.value
+            return None if word.value in _NULL else word.value
         rule = rule_of(self.table, key)
         default = rule.default if isinstance(rule, Copy | Joint) else None
         return None if isinstance(default, Unset) else default
@@ -143,10 +144,16 @@ class Draft:
     def put(
         self, name: str, value: JsonValue, *keys: str, note: str = "", changed: bool = False
     ) -> None:
-        """Writes a value. keys: of the words that it follows from; those that the files have get
-        their fate. note: how it follows. changed: whether the meaning differs."""
+        """Writes a value, in the place of one that was written at its key before.
+
+        keys: of the words that it follows from; those that the files have get their fate. note: how
+        it follows. changed: whether the meaning differs.
+        """
         if value is None and any(self.fate_of(key) in ("refused", "left") for key in keys):
             return
+        before = [entry for entry in self.entries if entry.target == name]
+        self.entries = [entry for entry in self.entries if entry.target != name]
+        keys = (*(key for entry in before for key in entry.keys), *filter(None, keys))
         given = tuple(key for key in dict.fromkeys(keys) if self._is_given(key))
         self._write(name, Written(value, self._comment(given, note, bool(keys))))
         fate: Fate = "changed" if changed else "mapped"

@@ -40,9 +40,9 @@ class GivenValue:
 class Syntax:
     """How a framework is started, and how its command line names keys.
 
-    program: what a word matches of the command that starts a training. Its name is the group that
-    matches, or the full match if there are no groups; an empty group says that the next word is the
-    name. form: `dotted` (a.b=1, nested files are the same keys) or `flags` (--a.b 1). nested:
+    program: the pattern of the word that starts a training. The name of the program is what a group
+    of the pattern matches, without groups the full match; if the group is empty, the next word is
+    the name. form: `dotted` (a.b=1, nested files are the same keys) or `flags` (--a.b 1). nested:
     whether a mapping in a file is a section; else it is a value. files: flags or keys that name
     further files, which are read first, and file: what a word is that names one. shipped: names of
     files with the framework's own defaults, which are not read. helpers: programs of the framework
@@ -274,8 +274,10 @@ def _keys(words: Sequence[shell.ShellWord], syntax: Syntax, name: str) -> Given:
                 at += 1
             flag = key[2:].replace("-", "_")
             given.words[flag] = _word_of(values, where)
+        elif syntax.form == "dotted" and re.fullmatch(r"~[\w.]+", key):  # Hydra deletes the key
+            given.words[key[1:]] = GivenValue(None, where)
         elif equals and syntax.form == "dotted":
-            name_of_key = key.lstrip("+").removeprefix("~")
+            name_of_key = key.lstrip("+")
             typed = _typed(value)
             at_key = GivenValue(typed, where, word.unresolved)
             if isinstance(typed, dict) and typed and syntax.nested:
@@ -342,49 +344,47 @@ def _interpolated(words: dict[str, GivenValue]) -> dict[str, GivenValue]:
     stays."""
     result = dict(words)
     for key, word in words.items():
-        value = word.value
         for _ in range(_RESOLUTIONS):
-            if not isinstance(value, str) or "${" not in value:
+            new = _resolved(word, key, words)
+            if new == word:
                 break
-            new = _resolved(value, key, words)
-            if new == value:
-                break
-            value = new
-        result[key] = replace(word, value=value)
+            word = new
+        result[key] = word
     return result
 
 
-def _resolved(text: str, key: str, words: Mapping[str, GivenValue]) -> JsonValue:
+def _resolved(word: GivenValue, key: str, words: Mapping[str, GivenValue]) -> GivenValue:
+    """Replaces the interpolations of a text once; it lacks the values that its sources lack."""
+    text = word.value
+    if not isinstance(text, str):
+        return word
     matches = list(_INTERPOLATION.finditer(text))
-    values = [_interpolation(match[1], key, words) for match in matches]
+    sources = [_interpolation(match[1], key, words) for match in matches]
+    lacking = [name for source in sources if source for name in source.unresolved]
+    unresolved = tuple(dict.fromkeys([*word.unresolved, *lacking]))
     if len(matches) == 1 and matches[0][0] == text:
-        return text if isinstance(values[0], _Nothing) else values[0]
-    for match, value in zip(matches, values, strict=True):
-        if isinstance(value, str | int | float):
-            text = text.replace(match[0], str(value))
-    return text
+        value = sources[0].value if sources[0] else text
+        return replace(word, value=value, unresolved=unresolved)
+    for match, source in zip(matches, sources, strict=True):
+        if source and isinstance(source.value, str | int | float):
+            text = text.replace(match[0], str(source.value))
+    return replace(word, value=text, unresolved=unresolved)
 
 
-class _Nothing:
-    """Stands for the value of an interpolation that has none."""
-
-
-_NOTHING = _Nothing()
-
-
-def _interpolation(inner: str, key: str, words: Mapping[str, GivenValue]) -> JsonValue | _Nothing:
+def _interpolation(inner: str, key: str, words: Mapping[str, GivenValue]) -> GivenValue | None:
+    """Returns what an interpolation stands for, None if it has no value."""
     resolver, colon, arguments = inner.partition(":")
-    default: JsonValue | _Nothing = _NOTHING
+    default: GivenValue | None = None
     name = inner
     if colon and resolver == "oc.select":
         name, comma, text = arguments.partition(",")
-        default = _typed(text.strip()) if comma else _NOTHING
+        default = GivenValue(_typed(text.strip()), "") if comma else None
     elif colon:
-        return _NOTHING
+        return None
     name = name.strip()
     while name.startswith("."):
         key = key.rpartition(".")[0]
         name = name[1:]
         if not name.startswith("."):
             name = f"{key}.{name}" if key else name
-    return words[name].value if name in words else default
+    return words.get(name, default)

@@ -492,6 +492,7 @@ def _offline(draft: Draft, program: str) -> None:
     if paths:
         held_out: dict[str, JsonValue] = {"path": paths[0], "split": draft.text("eval.split")}
         held_out |= {"chat": True} if draft.truth("data.apply_chat_template") else {}
+        held_out |= shared.form_of_rows(draft)
         draft.put(f"{STAGE}.held_out.data", held_out, "eval.dataset", "eval.split")
         every = max(draft.integer("eval.steps") or 0, 0)
         draft.put(f"{STAGE}.held_out.every", every, "eval.steps")

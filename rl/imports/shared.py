@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
-from policy.json_types import JsonValue
+from policy.json_types import JsonObject, JsonValue
 from rl.imports.draft import Draft
 
 STAGE = "stages.0"
@@ -141,6 +141,22 @@ def put_data(
     draft.put(section, entries, key)
 
 
+def form_of_rows(draft: Draft) -> JsonObject:
+    """Returns how the rows of `data` are read, for held-out rows, which are in the same form."""
+    entries = draft.written_entries("data")
+    names = ("columns", "chat", "too_long")
+    if entries:
+        return {name: entries[0][name] for name in names if name in entries[0]}
+    written = {key.removeprefix("data."): each.value for key, each in draft.values.items()}
+    columns = {
+        name.removeprefix("columns."): value
+        for name, value in written.items()
+        if name.startswith("columns.")
+    }
+    form = {name: written[name] for name in names[1:] if name in written}
+    return form | ({"columns": columns} if columns else {})
+
+
 def names_of(paths: Sequence[str]) -> list[str]:
     """Returns a name for each of several datasets: the part of the path in which they differ."""
     names = [re.sub(r"[^\w.-]", "_", PurePosixPath(path).stem) for path in paths]
@@ -213,13 +229,11 @@ def put_lengths(draft: Draft, completion: str, prompt: str = "", total: str = ""
         )
 
 
-def put_steps(
-    draft: Draft, steps: str, epochs: str, *, per_step: int = 1, none: float = -1
-) -> None:
+def put_steps(draft: Draft, steps: str, epochs: str, *, per_step: int = 1) -> None:
     """Writes the number of steps: of `steps`, in updates of which a step has `per_step`, else of
-    `epochs`. none: a value of `steps` that stands for no limit."""
+    `epochs`. A number below 1 stands for no limit."""
     number = draft.integer(steps) if steps else None
-    if number is not None and number > 0 and number != none:
+    if number is not None and number > 0:
         note = f"{number} updates, {per_step} a step" if per_step > 1 else ""
         draft.put(f"{STAGE}.steps", math.ceil(number / per_step), steps, note=note)
         draft.same(epochs, note=f"{steps} sets the steps")

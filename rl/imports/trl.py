@@ -379,7 +379,7 @@ def _evaluation(draft: Draft, trainer: str, updates: int) -> None:
             draft.put(f"{section}.samples", samples, "num_generations_eval")
     else:
         section = f"{STAGE}.held_out"
-        draft.put(f"{section}.data", data, *keys)
+        draft.put(f"{section}.data", data | shared.form_of_rows(draft), *keys)
     draft.put(f"{section}.every", every or 0, "eval_steps", key, note=note)
     _best(draft, trainer)
 

@@ -40,11 +40,15 @@ _MODULES = {
     "attn_vec_einsum": ["o_proj"],
 }
 _SHIPPED_REWARDS = {
-    "gsm8k.py": ["match_format_exactly", "match_format_approximately", "check_answer"],
+    "gsm8k.py": [
+        "match_format_exactly",
+        "match_format_approximately",
+        "check_answer",
+        "check_numbers",
+    ],
     "simple_math.py": ["check_format", "check_answer"],
     "gsm8k_verl.py": ["compute_score"],
 }
-_SHIPPED_REWARDS["gsm8k.py"].append("check_numbers")
 _GSM8K = {"path": "openai/gsm8k", "subset": "main"}
 
 
@@ -178,9 +182,7 @@ def _mesh(draft: Draft) -> None:
 
 def _reinforce(draft: Draft, mode: str) -> None:
     section = f"{mode}_config"
-    if f"{mode}_config" not in ("grpo_config", "agentic_grpo_config", "ppo_config") and (
-        mode != "agentic_ppo"
-    ):
+    if mode not in ("grpo", "agentic_grpo", "ppo", "agentic_ppo"):
         raise ConfigError(f"training_mode {mode}: Duet has grpo, ppo and the agentic ones of Tunix")
     is_ppo = mode.endswith("ppo")
     training = "rl_training_config"
@@ -504,7 +506,7 @@ def _evaluation(draft: Draft, every: str) -> None:
     data: dict[str, JsonValue] | None = None
     if draft.text(path):
         data = {"path": draft.text(path)}
-    elif draft.values["data.path"].value == _GSM8K["path"]:
+    elif (rows := draft.values.get("data.path")) and rows.value == _GSM8K["path"]:
         data = {**_GSM8K, "split": "test", "columns": {"prompt": "question"}}
     if data is None or not (draft.has(every) or draft.has(path)):
         draft.same(every, count, note="no rows of an evaluation are named")

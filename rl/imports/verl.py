@@ -607,6 +607,7 @@ def _rewards(draft: Draft) -> None:
     path = f"{section}.path"
     name = f"{section}.name"
     functions: list[dict[str, JsonValue]] = []
+    note = "reads the columns of verl"
     prefix = f"{section}.reward_kwargs"
     options = {
         key.removeprefix(f"{prefix}."): draft.value(key)
@@ -619,32 +620,35 @@ def _rewards(draft: Draft) -> None:
         score = f"{draft.text(path)}:{draft.text(name) or 'compute_score'}"
         more = {"options": options} if options else {}
         functions.append({"name": VERL_REWARD, "options": {"score": score, **more}})
-    elif not _model_rewards(draft, functions):
+    elif model := _model_reward(draft):
+        functions.append({"name": "reward_model", "options": {"source": draft.text(model)}})
+        keys.append(model)
+        note = "a model with a score head"
+    else:
         functions.append({"name": VERL_REWARD})
-        note = "`math` of Duet, where verl chooses a function by data_source"
-        draft.change(path, note=note)
+        chosen = "`math` of Duet, where verl chooses a function by data_source"
+        draft.change(path, note=chosen)
         draft.task(
             "rewards.functions: verl scores by the column data_source; `math` compares with "
             "reward_model.ground_truth. Name another reward, or a file:compute_score, in `score`"
         )
     _overlong(draft, functions)
     _manager(draft)
-    shared.put_rewards(draft, functions, *keys, note="reads the columns of verl")
+    shared.put_rewards(draft, functions, *keys, note=note)
 
 
-def _model_rewards(draft: Draft, functions: list[dict[str, JsonValue]]) -> bool:
+def _model_reward(draft: Draft) -> str:
+    """Returns the key that names the reward model, "" without one."""
     for on, path in (
         ("reward.reward_model.enable", "reward.reward_model.model_path"),
         ("reward_model.enable", "reward_model.model.path"),
         ("reward_model.enable", "reward_model.model_path"),
     ):
         if draft.truth(on) and draft.text(path):
-            functions.append({"name": "reward_model", "options": {"source": draft.text(path)}})
-            note = "a model with a score head"
-            draft.put("rewards.functions", functions, on, path, note=note)
-            return True
+            draft.same(on, note=f"{path} names the model")
+            return path
         draft.same(on, path, note="no reward model")
-    return False
+    return ""
 
 
 def _overlong(draft: Draft, functions: list[dict[str, JsonValue]]) -> None:
@@ -731,7 +735,8 @@ def _sft(draft: Draft) -> None:
     every = draft.integer("trainer.test_freq") or -1
     held_out = draft.texts("data.val_files")
     if held_out:
-        entries = [{"path": path} for path in held_out]
+        form = shared.form_of_rows(draft)
+        entries = [{"path": path, **form} for path in held_out]
         data = entries[0] if len(entries) == 1 else _named(entries, shared.names_of(held_out))
         draft.put(f"{STAGE}.held_out.data", data, "data.val_files")
         draft.put(f"{STAGE}.held_out.every", max(every, 0), "trainer.test_freq")

@@ -12,6 +12,7 @@ from policy.json_types import JsonValue
 from rewards.text import quoted
 from rl.config import files, yaml_tree
 from rl.config.keys import schema_keys
+from rl.imports import shell
 from rl.imports.draft import Draft, Fate, KeyFate, Written
 
 WRITTEN_BY = "# Written by `rl import"
@@ -39,7 +40,7 @@ class _Section:
 
 def configuration(draft: Draft, sources: Sequence[str]) -> str:
     """Returns the text of the YAML file."""
-    names = " ".join(map(quoted, sources))
+    names = " ".join(map(quoted, _without_secrets(sources)))
     framework = draft.framework.split()[0].lower()
     start = WRITTEN_BY.removeprefix("# ")
     lines = _comment(f"{start} {framework} {names}`. Comments say where values come from.", "# ")
@@ -51,6 +52,19 @@ def configuration(draft: Draft, sources: Sequence[str]) -> str:
     for task in draft.tasks:
         lines += _comment(task, "#   ")
     return "\n".join([*lines, *_lines(_tree(draft), 0)]) + "\n"
+
+
+def _without_secrets(sources: Sequence[str]) -> Iterator[str]:
+    """Yields files and keys, with `...` in the place of a value whose key may be one of a secret."""
+    is_value = False
+    for source in sources:
+        key, equals, _ = source.partition("=")
+        secret = shell.is_secret(key.rpartition(".")[2])
+        if is_value and not source.startswith("-"):
+            yield "..."
+        else:
+            yield f"{key}=..." if equals and secret else source
+        is_value = secret and source.startswith("-") and not equals
 
 
 def faults(text: str) -> list[str]:
@@ -90,7 +104,7 @@ def as_json(draft: Draft) -> dict[str, JsonValue]:
             for fate in _HEADINGS
         },
         "before_you_train": draft.tasks,
-        "exact": not draft.refused,
+        "supported": not draft.refused,
     }
 
 

@@ -333,10 +333,16 @@ def test_the_report_as_json(tmp_path, capsys):
     output = tmp_path / "run.yml"
     assert cli.main(["import", "trl", str(file), "--json", "-o", str(output)]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["exact"] and report["faults"] == []
+    assert report["supported"] and report["faults"] == []
     (rate,) = [each for each in report["mapped"] if "learning_rate" in each["keys"]]
     assert rate["target"] == "stages.0.optimizer.learning_rate" and rate["value"] == 2e-5
     assert rate["keys"] == {"learning_rate": "sft.sh:5"}
+
+
+def test_json_without_a_file_has_the_configuration_in_it(capsys):
+    assert cli.main(["import", "trl", str(FIXTURES / "trl" / "sft.sh"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["configuration"].startswith(writing.WRITTEN_BY)
 
 
 def test_only_files_of_rl_import_are_replaced(tmp_path, capsys):

@@ -224,3 +224,19 @@ def test_only_conversations_of_several_turns_train_on_each_answer(tmp_path, flag
     )
     draft = draft_of("openrlhf", script)
     assert draft.values["stages.0.algorithm.train_on"].value == trained
+
+
+def test_secrets_of_the_command_line_do_not_reach_the_file(tmp_path):
+    script = tmp_path / "sft.sh"
+    script.write_text("deepspeed --module openrlhf.cli.train_sft --pretrain a/b --dataset c/d\n")
+    for words in (["logger.wandb.key=s3cret"], ["--", "--logger.wandb.key", "s3cret"]):
+        said = said_of("openrlhf", script, *words)
+        assert "s3cret" not in said and "logger.wandb.key" in said
+
+
+def test_the_text_none_is_no_value(tmp_path):
+    script = tmp_path / "sft.sh"
+    script.write_text(
+        "deepspeed --module openrlhf.cli.train_sft --pretrain a/b --dataset c/d --use_wandb None\n"
+    )
+    assert "run.wandb" not in draft_of("openrlhf", script).values

@@ -155,3 +155,17 @@ def test_a_schedule_that_ends_before_its_stage_is_refused(tmp_path):
     words = f"rl_training_config.max_steps=100 {ACTOR}.decay_steps=50"
     script.write_text(f"python -m tunix.cli.grpo_main {TUNIX / 'grpo_qwen3.yaml'} {words}\n")
     assert f"{ACTOR}.decay_steps" in refused("tunix", script)
+
+
+def test_several_datasets_and_one_entry_for_the_targets_of_an_adapter(tmp_path):
+    file = tmp_path / "run.yaml"
+    text = (TUNIX / "grpo_qwen3.yaml").read_text()
+    file.write_text(text)
+    script = tmp_path / "run.sh"
+    words = "'dataset_name=[a/b,c/d]' rl_training_config.eval_every_n_steps=5"
+    lora = "actor_model_config.lora_config.rank=8 actor_model_config.lora_config.module_path=q_proj"
+    script.write_text(f"python -m tunix.cli.grpo_main {file} {words} {lora}\n")
+    draft = draft_of("tunix", script)
+    assert len(draft.written_entries("data")) == 2
+    (entry,) = [each for each in draft.entries if each.target == "model.adapter.targets"]
+    assert entry.value == ["q_proj"]

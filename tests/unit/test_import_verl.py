@@ -290,3 +290,37 @@ def test_unknown_options_of_an_optimizer_and_an_adapter_of_the_critic_are_refuse
 def test_reasons_of_a_section_come_before_those_of_all_engines():
     for key in ("shuffle", "data_loader_seed", "rollout_n"):
         assert rule_of(RL, f"{ACTOR}.{key}") is not SPEED
+
+
+def test_held_out_rows_are_read_as_those_of_the_stage(tmp_path):
+    script = tmp_path / "run.sh"
+    words = "data.val_files=v.parquet data.prompt_key=question data.response_key=answer"
+    script.write_text(f"{SFT_WORDS} {words} data.truncation=right\n")
+    config = config_of("verl", script)
+    (held_out,) = [config.stages[0].held_out.data]
+    assert held_out.columns.prompt == "question" and held_out.columns == config.data.columns
+    assert held_out.too_long == "truncate" and held_out.chat == config.data.chat
+
+
+def test_a_reward_model_with_a_penalty_is_written_once(tmp_path):
+    section = "reward.reward_model"
+    buffer = "reward.reward_kwargs.overlong_buffer_cfg"
+    words = (f"{section}.enable=True", f"{section}.model_path=a/b", f"{buffer}.enable=True")
+    draft = draft_of("verl", _script(tmp_path, *words, f"{buffer}.len=64"))
+    (entry,) = [each for each in draft.entries if each.target == "rewards.functions"]
+    assert [each["name"] for each in entry.value] == ["reward_model", "soft_overlong"]
+    assert f"{section}.model_path" in entry.keys and draft.fate_of(f"{section}.enable") == "mapped"
+
+
+def test_a_reference_to_a_value_that_is_missing_has_none_either(tmp_path):
+    script = _script(
+        tmp_path,
+        "actor_rollout_ref.model.path=$NONE",
+        r"data.train_files=\${actor_rollout_ref.model.path}",
+    )
+    assert {"actor_rollout_ref.model.path", "data.train_files"} <= refused("verl", script)
+
+
+def test_a_key_that_hydra_deletes_has_no_value(tmp_path):
+    script = _script(tmp_path, "data.seed=7", "~data.seed=7", "trainer.seed=3")
+    assert config_of("verl", script).seed == 3

@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--processes", type=int, metavar="N", help="trl: processes (GPUs) of the training"
     )
     parser.add_argument("--trainer", default="", help="trl: sft, dpo, grpo, ... of a YAML file")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON: the report, and without -o the file"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -61,17 +63,17 @@ def run(arguments: argparse.Namespace) -> int:
     draft = convert.converted(arguments.framework, arguments.sources, facts, os.environ)
     text = writing.configuration(draft, arguments.sources)
     faults = writing.faults(text)
-    report = (
-        json.dumps(writing.as_json(draft) | {"faults": faults}, indent=1, ensure_ascii=False)
-        if arguments.json
-        else writing.report(draft)
-    )
-    if output is None:
-        print(text, end="")
-        print(report, file=sys.stderr)
-    else:
+    if output is not None:
         _write(output, text)
-        print(report)
+    if arguments.json:
+        report = writing.as_json(draft) | {"faults": faults}
+        report |= {"configuration": text} if output is None else {}
+        print(json.dumps(report, indent=1, ensure_ascii=False))
+    elif output is None:
+        print(text, end="")
+        print(writing.report(draft), file=sys.stderr)
+    else:
+        print(writing.report(draft))
     if faults:
         raise ConfigError("\n".join(faults))
     return ConfigError.exit_code if draft.refused else 0
