@@ -21,6 +21,6 @@ def converted(
     """
     module = importlib.import_module(f"rl.imports.{framework}")
     words = given.read(sources, module.SYNTAX, environment)
-    draft = Draft(module.NAME, words, {}, facts)
+    draft = Draft(module.NAME, words, module.table_of(words, facts), facts)
     module.convert(draft)
     return draft

@@ -8,8 +8,9 @@ from dataclasses import replace
 from policy.json_types import JsonValue
 from rl.errors import ConfigError
 from rl.imports import shared
-from rl.imports.draft import Draft
+from rl.imports.draft import Draft, Facts
 from rl.imports.given import Given, Syntax
+from rl.imports.rules import Table
 from rl.imports.shared import ALGORITHM, OPTIMIZER, SAMPLING, STAGE
 from rl.imports.tables.openrlhf import OLDER, OLDER_OFFLINE, TABLES
 
@@ -39,12 +40,17 @@ _MOST_ROWS = 1_000_000  # a larger max_samples is no limit
 _ADVANTAGE = "algo.advantage"
 
 
+def table_of(given: Given, facts: Facts) -> Table:
+    """Returns the rules of the program that the words are for. Raises ConfigError without any."""
+    program = program_of(given)
+    if program not in TABLES:
+        raise ConfigError(f"{program}: Duet has no counterpart of this program of OpenRLHF")
+    return TABLES[program]
+
+
 def convert(draft: Draft) -> None:
     """Gives each word of a configuration of OpenRLHF its fate."""
     program = program_of(draft.given)
-    if program not in TABLES:
-        raise ConfigError(f"{program}: Duet has no counterpart of this program of OpenRLHF")
-    draft.table = TABLES[program]
     _rename(draft, OLDER if program == "train_ppo_ray" else OLDER_OFFLINE)
     _run(draft)
     if program == "train_ppo_ray":

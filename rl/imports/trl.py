@@ -8,8 +8,9 @@ from policy.json_types import JsonObject, JsonValue
 from rl.config.foreign import ABSENT
 from rl.errors import ConfigError
 from rl.imports import shared
-from rl.imports.draft import Draft
+from rl.imports.draft import Draft, Facts
 from rl.imports.given import Given, GivenValue, Syntax
+from rl.imports.rules import Table
 from rl.imports.shared import ALGORITHM, OPTIMIZER, SAMPLING, STAGE
 from rl.imports.tables.trl import DPO_LOSSES, LOSSES, TABLES
 
@@ -62,10 +63,20 @@ _LOGGING_STEPS = 10  # of TRL
 _BEST = ("load_best_model_at_end", "metric_for_best_model", "greater_is_better")
 
 
+def table_of(given: Given, facts: Facts) -> Table:
+    """Returns the rules of the trainer that the words are for, of SFT if they fit all."""
+    return TABLES[_trainer(given, facts) or "sft"]
+
+
 def convert(draft: Draft) -> None:
     """Gives each word of a configuration of TRL its fate."""
-    trainer = _trainer(draft)
-    draft.table = TABLES[trainer]
+    trainer = _trainer(draft.given, draft.facts)
+    if not trainer:
+        trainer = "sft"
+        draft.task(
+            "the file does not say which trainer it is for, and was read as SFT: `--trainer dpo` "
+            "reads it for another one"
+        )
     for key in [key for key in draft.given.words if key.startswith("no_")]:
         if (name := key.removeprefix("no_")) in draft.table:  # how a command line says false
             word = draft.given.words.pop(key)
@@ -108,22 +119,18 @@ def trainer_of(given: Given) -> str:
     return (named or best)[0] if named or len(best) < len(TABLES) else ""
 
 
-def _trainer(draft: Draft) -> str:
-    named = draft.facts.trainer
+def _trainer(given: Given, facts: Facts) -> str:
+    """Returns the trainer that the person or the words name, "" if neither does. Raises
+    ConfigError for one that is not imported."""
+    named = facts.trainer
     if named and named not in TABLES:
         raise ConfigError(f"--trainer {named}: the trainers of TRL here are {', '.join(TABLES)}")
-    program = draft.given.program
+    program = given.program
     if not named and re.fullmatch(_OTHERS, program):
         raise ConfigError(
             f"{program}: this trainer of TRL is not imported; those here are {', '.join(TABLES)}"
         )
-    chosen = named or trainer_of(draft.given)
-    if not chosen:
-        draft.task(
-            "the file does not say which trainer it is for, and was read as SFT: `--trainer dpo` "
-            "reads it for another one"
-        )
-    return chosen or "sft"
+    return named or trainer_of(given)
 
 
 def _model(draft: Draft) -> None:
@@ -379,7 +386,7 @@ def _evaluation(draft: Draft, trainer: str, updates: int) -> None:
             draft.put(f"{section}.samples", samples, "num_generations_eval")
     else:
         section = f"{STAGE}.held_out"
-        draft.put(f"{section}.data", data | shared.form_of_rows(draft), *keys)
+        draft.put(f"{section}.data", {**data, **shared.form_of_rows(draft)}, *keys)
     draft.put(f"{section}.every", every or 0, "eval_steps", key, note=note)
     _best(draft, trainer)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from policy.json_types import JsonValue
 from rl.errors import ConfigError
 from rl.imports import shared
-from rl.imports.draft import Draft
+from rl.imports.draft import Draft, Facts
 from rl.imports.given import Given, Syntax
+from rl.imports.rules import Table
 from rl.imports.shared import ALGORITHM, OPTIMIZER, SAMPLING, STAGE
 from rl.imports.tables.tunix import TABLE
 
@@ -52,9 +53,13 @@ _SHIPPED_REWARDS = {
 _GSM8K = {"path": "openai/gsm8k", "subset": "main"}
 
 
+def table_of(given: Given, facts: Facts) -> Table:
+    """Returns the rules of all trainers of Tunix."""
+    return TABLE
+
+
 def convert(draft: Draft) -> None:
     """Gives each word of a configuration of Tunix its fate."""
-    draft.table = TABLE
     mode = mode_of(draft.given)
     draft.same("training_mode", note=f"read as {mode}")
     _model(draft)

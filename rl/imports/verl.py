@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from policy.json_types import JsonObject, JsonValue, as_object
 from rl.imports import shared
-from rl.imports.draft import Draft
+from rl.imports.draft import Draft, Facts
 from rl.imports.given import Given, Syntax
+from rl.imports.rules import Table
 from rl.imports.shared import ALGORITHM, OPTIMIZER, SAMPLING, STAGE
 from rl.imports.tables.verl import RL, SFT
 
@@ -60,13 +61,16 @@ _REJECTIONS = {
 }
 
 
+def table_of(given: Given, facts: Facts) -> Table:
+    """Returns the rules of the trainer that the words are for."""
+    return SFT if is_sft(given) else RL
+
+
 def convert(draft: Draft) -> None:
     """Gives each word of a configuration of verl its fate."""
     if is_sft(draft.given):
-        draft.table = SFT
         _sft(draft)
     else:
-        draft.table = RL
         _reinforce(draft)
     draft.rest()
 

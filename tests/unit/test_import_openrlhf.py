@@ -7,7 +7,7 @@ import pytest
 from importing import config_of, draft_of, refused, said_of
 
 from rl.imports import openrlhf as importer
-from rl.imports.draft import Draft
+from rl.imports.draft import Draft, Facts
 from rl.imports.given import Given, GivenValue
 from rl.imports.rules import rule_of
 from rl.imports.tables.openrlhf import OLDER, OLDER_OFFLINE, TABLES
@@ -32,7 +32,7 @@ def test_every_flag_of_their_programs_has_a_fate(program):
     names = {key: key if key in TABLES[program] else older.get(key, key) for key in keys}
     assert [key for key in keys if rule_of(TABLES[program], names[key]) is None] == []
     given = Given({key: GivenValue("other", "run.sh:1") for key in keys}, program)
-    draft = Draft(importer.NAME, given, {})
+    draft = Draft(importer.NAME, given, importer.table_of(given, Facts()))
     importer.convert(draft)
     assert [key for key in keys if draft.fate_of(names[key]) is None] == []
 

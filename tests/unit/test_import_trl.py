@@ -86,7 +86,7 @@ def test_every_field_that_differs_from_its_default_has_a_fate(trainer):
         given = Given(
             {key: GivenValue(value, "run.yaml:1") for key, value in words.items()}, trainer
         )
-        draft = Draft(importer.NAME, given, {})
+        draft = Draft(importer.NAME, given, importer.table_of(given, Facts()))
         importer.convert(draft)
         matches = [entry for entry in draft.entries if field.name in entry.keys]
         assert matches, field.name

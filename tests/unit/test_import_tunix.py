@@ -23,7 +23,7 @@ def test_every_key_of_their_configurations_has_a_fate(mode):
     assert [key for key in keys if rule_of(TABLE, key) is None] == []
     words = {key: GivenValue("other", "run.yaml:1") for key in keys}
     words["training_mode"] = GivenValue(mode, "run.yaml:1")
-    draft = Draft(importer.NAME, Given(words), {})
+    draft = Draft(importer.NAME, Given(words), TABLE)
     importer.convert(draft)
     assert [key for key in keys if draft.fate_of(key) is None] == []
 

@@ -6,7 +6,7 @@ import pytest
 from importing import config_of, draft_of, refused, said_of
 
 from rl.imports import verl as importer
-from rl.imports.draft import Draft
+from rl.imports.draft import Draft, Facts
 from rl.imports.given import Given, GivenValue
 from rl.imports.rules import SPEED, rule_of
 from rl.imports.tables.verl import RL, SFT
@@ -31,7 +31,7 @@ def test_every_key_of_their_configurations_has_a_fate(table, names, program):
     assert [key for key in keys if rule_of(table, key) is None] == []
     # A value that no key has by default: each word is mapped, changed, refused or left.
     given = Given({key: GivenValue("other", "run.sh:1") for key in keys}, program)
-    draft = Draft(importer.NAME, given, {})
+    draft = Draft(importer.NAME, given, importer.table_of(given, Facts()))
     importer.convert(draft)
     assert [key for key in keys if draft.fate_of(key) is None] == []
 

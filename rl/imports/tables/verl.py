@@ -30,7 +30,8 @@ _WEIGHTS = Differ(
     "weights are float32; `model.param_dtype: bfloat16` keeps them in bfloat16",
     ("fp32", "float32", None),
 )
-_ENGINES: dict[str, Rule] = {"fsdp_config.model_dtype": _WEIGHTS} | dict.fromkeys(
+_ENGINES: dict[str, Rule] = {"fsdp_config.model_dtype": _WEIGHTS}
+_ENGINES |= dict.fromkeys(
     (
         *("fsdp_config.*", "fsdp.*", "megatron.*", "veomni.*", "torchtitan.*", "automodel.*"),
         *("deepspeed.*", "profiler.*", "profile.*", "strategy", "load_weight", "nccl_timeout"),
