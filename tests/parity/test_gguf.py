@@ -240,6 +240,8 @@ def trained(pre):
     tokenizer.decoder = decoders.ByteLevel()
     content = json.loads(tokenizer.to_str())
     content["pre_tokenizer"] = vocabulary.PRE_TOKENIZERS[pre]
+    if pre in ("qwen2", "qwen35"):
+        content["normalizer"] = {"type": "NFC"}
     tokenizer = Tokenizer.from_str(json.dumps(content))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=special, initial_alphabet=alphabet)
@@ -429,6 +431,12 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_cut(tmp_path):
 
 def test_tokenizers_of_another_kind_are_refused():
     content = trained("gpt-2")
+    for normalizer in (
+        {"type": "Lowercase"},
+        {"type": "Sequence", "normalizers": [{"type": "NFC"}]},
+    ):
+        with pytest.raises(ModelFileError, match="no key for its normalizer"):
+            vocabulary.of_tokenizer(content | {"normalizer": normalizer}, {}, [], None)
     content["pre_tokenizer"] = {"type": "Whitespace"}
     with pytest.raises(ModelFileError, match="pre-tokenizer"):
         vocabulary.of_tokenizer(content, {}, [], None)

@@ -42,7 +42,7 @@ def metadata(config: DecoderConfig) -> dict[str, Any]:
     """
     hf = families.text_model(json.loads(config.hf))
     architecture = of_model_type(hf["model_type"])
-    full = _full(hf)
+    full = with_defaults(hf)
     result = {key: full[name] for key, name in architecture.keys if full.get(name) is not None}
     head_dim = full.get("head_dim") or full["hidden_size"] // full["num_attention_heads"]
     result["attention.key_length"] = head_dim
@@ -62,7 +62,7 @@ def metadata(config: DecoderConfig) -> dict[str, Any]:
 def rope_factors(config: DecoderConfig) -> np.ndarray | None:
     """Returns the content of `rope_freqs.weight` for a configuration; None if it has no such
     tensor."""
-    full = _full(families.text_model(json.loads(config.hf)))
+    full = with_defaults(families.text_model(json.loads(config.hf)))
     scaled = rope.factor_of(_rope(full))
     numbers = metadata(config)
     if scaled is None:
@@ -126,7 +126,7 @@ def _scalar(architecture: Architecture, hf: Mapping[str, Any]) -> int:
     return hf["head_dim"]
 
 
-def _full(hf: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a configuration with the values that transformers gives to absent keys."""
     from transformers import AutoConfig
 
@@ -211,7 +211,7 @@ def _check(
     text = replace(config, multi_token_prediction=None, image=None, audio=None)
     if described == text:
         return
-    theirs = _full(read)
+    theirs = with_defaults(read)
     differing = [
         f"{key} {full[key]!r}{_REASONS.get((architecture.name, key), '')}"
         for key in sorted(full.keys() & theirs.keys() - set(_OTHER))

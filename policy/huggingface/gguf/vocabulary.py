@@ -6,6 +6,7 @@ spaces are U+2581 (`llama`, the kind of sentencepiece).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -208,6 +209,7 @@ def _kind(tokenizer: Mapping[str, Any]) -> tuple[str, str]:
     cut = tokenizer.get("pre_tokenizer")
     for name, known in PRE_TOKENIZERS.items():
         if _plain(cut) == _plain(known):
+            _check_normalizer(tokenizer, name)
             return "gpt2", name
     if not model["merges"] and _plain(cut) == _plain(_byte_level(False)):
         return "gpt2", "gpt-2"  # single bytes, however a text is cut
@@ -215,6 +217,19 @@ def _kind(tokenizer: Mapping[str, Any]) -> tuple[str, str]:
         "tokenizer.json: its pre-tokenizer has no name in GGUF that Duet knows "
         f"({', '.join(PRE_TOKENIZERS)})"
     )
+
+
+def _check_normalizer(tokenizer: Mapping[str, Any], pre: str) -> None:
+    """Raises ModelFileError for a normalizer with which texts would be other tokens: a file has the
+    name of the pre-tokenizer alone."""
+    normalizer = tokenizer.get("normalizer")
+    if normalizer and normalizer["type"] == "Sequence":
+        steps = normalizer["normalizers"]
+        normalizer = steps[0] if len(steps) == 1 else steps or None
+    if normalizer != _normalizer(pre):
+        raise ModelFileError(
+            f"tokenizer.json: GGUF has no key for its normalizer, {json.dumps(normalizer)}"
+        )
 
 
 def _plain(cut: Any) -> Any:
@@ -251,6 +266,10 @@ def tokenizer_json(fields: Mapping[str, Any], path: object) -> dict[str, Any]:
     """Returns the content of tokenizer.json for the fields of a file, by key after
     "tokenizer.ggml.". Raises ModelFileError for a tokenizer of another kind."""
     kind = fields.get("model")
+    if kind not in ("gpt2", "llama"):
+        raise ModelFileError(
+            f"{path}: tokenizer.ggml.model: {kind} is not read; gpt2 and llama are"
+        )
     tokens = list(fields["tokens"])
     types = list(fields.get("token_type") or [TokenType.NORMAL] * len(tokens))
     added = [
@@ -262,10 +281,6 @@ def tokenizer_json(fields: Mapping[str, Any], path: object) -> dict[str, Any]:
     vocabulary = {token: n for n, token in enumerate(tokens) if n not in unused}
     merges = _merges(fields, vocabulary, path)
     parts = _byte_level_parts(fields, path) if kind == "gpt2" else _fallback_parts(fields)
-    if kind not in ("gpt2", "llama"):
-        raise ModelFileError(
-            f"{path}: tokenizer.ggml.model: {kind} is not read; gpt2 and llama are"
-        )
     unknown = fields.get("unknown_token_id")
     model = {
         "type": "BPE",
@@ -307,6 +322,11 @@ def _pre(fields: Mapping[str, Any]) -> str:
     return _SAME_AS.get(name, name)
 
 
+def _normalizer(pre: str) -> dict[str, Any] | None:
+    """Returns the normalizer that goes with the name of a pre-tokenizer."""
+    return {"type": "NFC"} if pre in ("qwen2", "qwen35") else None
+
+
 def _byte_level_parts(fields: Mapping[str, Any], path: object) -> dict[str, Any]:
     name = _pre(fields)
     if name not in PRE_TOKENIZERS:
@@ -315,7 +335,7 @@ def _byte_level_parts(fields: Mapping[str, Any], path: object) -> dict[str, Any]
             "the tokenizer of the original model: tokenizer=org/name"
         )
     return {
-        "normalizer": {"type": "NFC"} if name in ("qwen2", "qwen35") else None,
+        "normalizer": _normalizer(name),
         "pre_tokenizer": PRE_TOKENIZERS[name],
         "decoder": _byte_level(True),
     }

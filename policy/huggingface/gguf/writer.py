@@ -16,7 +16,7 @@ from policy.huggingface.file_error import ModelFileError
 from policy.huggingface.gguf import rope
 from policy.huggingface.gguf.architectures import of_model_type
 from policy.huggingface.gguf.forms import form_of
-from policy.huggingface.gguf.metadata import metadata, rope_factors
+from policy.huggingface.gguf.metadata import metadata, rope_factors, with_defaults
 from policy.huggingface.gguf.names import NameMap
 from policy.huggingface.gguf.package import gguf
 from policy.huggingface.gguf.vocabulary import Vocabulary
@@ -82,7 +82,7 @@ def rounded(name: str, array: np.ndarray, kind: GgufType) -> np.ndarray:
 
 def gguf_tensors(model: Model) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of a file by name, in float32. Experts are one tensor [experts, O, I]."""
-    hf = families.text_model(json.loads(model.config.hf))
+    hf = with_defaults(families.text_model(json.loads(model.config.hf)))
     architecture = of_model_type(hf["model_type"])
     numbers = metadata(model.config)
     names = NameMap(architecture, numbers["block_count"])
