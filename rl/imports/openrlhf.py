@@ -37,6 +37,7 @@ _ESTIMATORS = {
     "dr_grpo": "grpo",
 }
 _MOST_ROWS = 1_000_000  # a larger max_samples is no limit
+_LAST_ANSWER = "OpenRLHF trains on the last answer"
 _ADVANTAGE = "algo.advantage"
 
 
@@ -515,7 +516,7 @@ def _sft(draft: Draft) -> None:
     draft.put(f"{ALGORITHM}.name", "sft")
     turns = draft.truth("data.multiturn")
     trained = "assistant" if turns else "last_turn"
-    note = "" if turns else "OpenRLHF trains on the last answer"
+    note = "" if turns else _LAST_ANSWER
     draft.put(f"{ALGORITHM}.train_on", trained, "data.multiturn", note=note)
     _demonstrations(draft)
 
@@ -568,6 +569,7 @@ def _kto(draft: Draft) -> None:
 
 def _distill(draft: Draft) -> None:
     draft.put(f"{ALGORITHM}.name", "distill")
+    draft.put(f"{ALGORITHM}.train_on", "last_turn", note=_LAST_ANSWER)
     draft.put(f"{ALGORITHM}.alpha", draft.number("model.kd_coef"), "model.kd_coef")
     shared.put_source(draft, "teacher", draft.text("model.teacher_model"), "model.teacher_model")
     _demonstrations(draft)

@@ -131,6 +131,7 @@ def test_the_names_of_their_distillation_script(tmp_path):
     config = config_of("openrlhf", script)
     assert config.teacher is not None
     assert (config.model.source, config.teacher.source) == ("a/b", "c/d")
+    assert config.stages[0].algorithm.train_on == "last_turn"
     draft = draft_of("openrlhf", script)
     assert draft.fate_of("model.model_name_or_path") == "mapped"
     assert draft.fate_of("ckpt.output_dir") == "left"
