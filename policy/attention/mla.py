@@ -85,8 +85,8 @@ class Expansion:
 class AbsorbedWeight:
     """The columns of `kv_b_proj` for D numbers of each head, of keys or of values: W [c, H, D].
 
-    With an adapter keys and values are dora_scale * (W l + b a l) of a latent l, for a [c, r], b [r, H,
-    D] with the scale in it, and dora_scale [H, D]; None where there is none.
+    With an adapter keys and values are dora_scale * (W l + b a l) of a latent l, for a [c, r],
+    b [r, H, D] with the scale in it, and dora_scale [H, D]; None where there is none.
     """
 
     base: jax.Array

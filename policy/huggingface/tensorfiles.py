@@ -53,9 +53,9 @@ class TensorFiles:
     """The tensors of `directory`, under the names that `rename` returns.
 
     The files are model.safetensors, else the files that the index lists, else those of one save,
-    without the adapter of PEFT that may lie with them, else one GGUF file; and `extra_files`. `only`: the one file to
-    read instead. `unread` holds the names of the tensors that were not read yet. Raises
-    ModelFileError for files that are missing, damaged or of several saves.
+    without the adapter of PEFT that may lie with them, else one GGUF file; and `extra_files`.
+    `only`: the one file to read instead. `unread` holds the names of the tensors that were not read
+    yet. Raises ModelFileError for files that are missing, damaged or of several saves.
     """
 
     def __init__(

@@ -37,9 +37,9 @@ class Adapted:
     """A weight [G..., E..., F...] and its adapter.
 
     base: the weight in any form that `linear` reads. a: [G..., E..., r]. b: [G..., r, F...]. One of
-    the two that all experts share has no G. dora_scale: m / |W + s B A| of DoRA, [G..., F...], by which
-    the outputs are multiplied; None without DoRA. scale: s. dims: the dimensions E and F of `base`;
-    all others are G.
+    the two that all experts share has no G. dora_scale: m / |W + s B A| of DoRA, [G..., F...], by
+    which the outputs are multiplied; None without DoRA. scale: s. dims: the dimensions E and F of
+    `base`; all others are G.
     """
 
     base: Any

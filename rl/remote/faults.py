@@ -81,8 +81,8 @@ class Retries:
     def call(self, what: str, act: Callable[[], Result]) -> Result:
         """Returns the result of `act()`. what: names the call in messages, as "writing gs://b/x".
 
-        Raises FileNotFoundError, FileExistsError and ResourceError as they are, RemoteError for any other error
-        that does not pass, and for one that did not pass in all tries.
+        Raises FileNotFoundError, FileExistsError and ResourceError as they are, RemoteError for any
+        other error that does not pass, and for one that did not pass in all tries.
         """
         for number in range(1, self.tries + 1):
             try:

@@ -135,8 +135,8 @@ class ModelRunner:
     value_head: float32[E], the head of the values that are recorded.
     reserved_bytes: memory per device that other arrays will take after the number of pages is
     chosen. fixed_widths: the widths of decodes, the narrowest first; none: each decode has those
-    that its requests need. compiled_ahead: whether the programs are known, compiled or not, so that another one is
-    a warning or an error.
+    that its requests need. compiled_ahead: whether the programs are known, compiled or not, so that
+    another one is a warning or an error.
     """
 
     def __init__(

@@ -127,7 +127,20 @@ def test_a_completion_keeps_its_first_space(tokenizer, answer):
     assert both == tokenizer.decode(prompt, skip_special_tokens=True) + decode_after(tokenizer, ids)
 
 
-def test_a_text_that_grows_is_that_of_all_tokens(tokenizer, monkeypatch):
+@pytest.fixture
+def decoded(tokenizer, monkeypatch):
+    """The numbers of tokens that the tokenizer has decoded, call by call."""
+    lengths = []
+    decode = type(tokenizer).decode
+    monkeypatch.setattr(
+        type(tokenizer),
+        "decode",
+        lambda self, ids, **more: lengths.append(len(ids)) or decode(self, ids, **more),
+    )
+    return lengths
+
+
+def test_a_text_that_grows_is_that_of_all_tokens(tokenizer):
     rng = random.Random(0)
     words = encode_after(tokenizer, " 4 is the answer, \u20ac and \U0001f40b ")
     for _ in range(30):
@@ -141,38 +154,28 @@ def test_a_text_that_grows_is_that_of_all_tokens(tokenizer, monkeypatch):
             pieces.append(text.add(left[:size]))
             left = left[size:]
         assert "".join([*pieces, text.finish()]) == decode_after(tokenizer, tokens)
-    most = []
-    decode = type(tokenizer).decode
-    monkeypatch.setattr(
-        type(tokenizer),
-        "decode",
-        lambda self, ids, **more: most.append(len(ids)) or decode(self, ids, **more),
-    )
+
+
+def test_a_text_that_grows_decodes_its_last_tokens_only(tokenizer, decoded):
+    words = encode_after(tokenizer, " 4 is the answer, \u20ac and \U0001f40b ")
     text = GrowingText(tokenizer)
     for _ in range(200):
         text.add(words)
-    assert max(most) < 4 * len(words)
-    most.clear()
+    assert max(decoded) < 4 * len(words)
+    decoded.clear()
     for _ in range(3000):
         text.add([5])  # a byte that no character has
-    assert max(most) < 1000
+    assert max(decoded) < 1000
 
 
-def test_a_stop_is_searched_in_the_last_tokens_only(tokenizer, monkeypatch):
+def test_a_stop_is_searched_in_the_last_tokens_only(tokenizer, decoded):
     tokens = encode_after(tokenizer, " 4 is the answer, and ") * 50
     end = encode_after(tokenizer, "dear")
     expected = len(tokens) + len(end)
-    most = []
-    decode = type(tokenizer).decode
-    monkeypatch.setattr(
-        type(tokenizer),
-        "decode",
-        lambda self, ids, **more: most.append(len(ids)) or decode(self, ids, **more),
-    )
     assert first_stop(tokenizer, [*tokens, *end], len(tokens), ("d dear", "x")) == expected
     assert first_stop(tokenizer, [*tokens, *end], len(tokens) + 1, ("dear",), 7) == expected
     assert first_stop(tokenizer, [*tokens, *end], len(tokens), ("dearest",)) is None
-    assert max(most) < 40
+    assert max(decoded) < 40
 
 
 def test_a_string_that_stops_may_begin_with_a_space(tokenizer):
