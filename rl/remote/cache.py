@@ -8,6 +8,7 @@ that has changed makes another folder, which shares the unchanged files.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import hashlib
@@ -156,6 +157,8 @@ def _with_all(place: Path, store: Store, objects: Mapping[str, ObjectFacts]) -> 
         values = {name: [facts.size, facts.tag] for name, facts in objects.items()}
         (unfinished.folder / _OBJECTS).write_text(json.dumps(values), encoding="utf-8")
         unfinished.folder.rename(copy.folder)
+    except FileNotFoundError as error:
+        raise RemoteError(f"{store.url}: {error}: it was removed while it was fetched") from None
     except OSError as error:
         if not copy.folder.is_dir():  # else another process was faster
             raise ResourceError(
@@ -175,7 +178,8 @@ def _share(copies: Iterator[_Copy], target: _Copy) -> None:
             is_same = facts.tag and copy.objects.get(name) == facts
             if name and is_same and (copy.files / name).is_file() and not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                os.link(copy.files / name, path)
+                with contextlib.suppress(OSError):  # of a disk without hard links: it is fetched
+                    os.link(copy.files / name, path)
 
 
 def _download(store: Store, copy: _Copy) -> None:

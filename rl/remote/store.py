@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -291,12 +292,18 @@ class Store:
         path = self._path(name)
         target = f"{path}{_PART}{uuid.uuid4().hex[:8]}" if self._renames else path
         self._make_parent(name)
-        write(target)
-        arrived = _facts(self._info(target)).size
-        if arrived != size:
-            raise DamagedCopy(f"{arrived} of {size} bytes arrived")
-        if target != path:
-            self._rename(target, path)
+        try:
+            write(target)
+            arrived = _facts(self._info(target)).size
+            if arrived != size:
+                raise DamagedCopy(f"{arrived} of {size} bytes arrived")
+            if target != path:
+                self._rename(target, path)
+        except Exception:
+            if target != path:
+                with contextlib.suppress(Exception):  # the first error tells more
+                    self._files.rm_file(target)
+            raise
 
     def _rename(self, source: str, target: str) -> None:
         if self._is_local:

@@ -3,6 +3,7 @@
 import errno
 import json
 import multiprocessing
+import os
 import signal
 
 import faulty_files
@@ -65,6 +66,29 @@ def test_a_folder_is_fetched_once_and_a_changed_object_again(store):
     assert (second / "model.safetensors").read_bytes() == b"v" * 64 and len(reads()) == 3
     assert (first / "model.safetensors").read_bytes() == b"w" * 64  # a run may be reading it
     assert (second / "config.json").stat().st_ino == (first / "config.json").stat().st_ino
+
+
+def test_a_changed_folder_is_fetched_where_the_disk_has_no_hard_links(store, monkeypatch):
+    first = again(store.url)
+
+    def refuse(source, target):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store.write("x.bin", b"2")
+    second = again(store.url)
+    assert (second / "x.bin").read_bytes() == b"2"
+    assert (second / "config.json").read_bytes() == (first / "config.json").read_bytes()
+
+
+def test_an_object_that_goes_while_it_is_fetched_is_named(store):
+    def remove(call):
+        if call.path.endswith("x.bin"):
+            raise FileNotFoundError(call.path)
+
+    faulty_files.use(remove, names=("get_file",))
+    with pytest.raises(RemoteError, match="x.bin.*removed while it was fetched"):
+        again(store.url)
 
 
 def test_one_object_and_a_folder_with_folders(store):

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import faulty_files
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from rl.errors import ConfigError, ResourceError
@@ -215,6 +217,17 @@ def test_no_credential_reaches_a_message():
         said = shown(OSError(text))
         assert "SECRET" not in said and "..." in said, said
     assert shown(OSError("abfs://container@account/x is gone: key: none")).endswith("key: none")
+
+
+def test_a_write_that_fails_leaves_no_part_of_an_object(tmp_path, monkeypatch):
+    def half(self, path, value, **more):
+        Path(path).write_bytes(value[:2])
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", half)
+    with pytest.raises(RemoteError, match="Input/output error"):
+        store(f"file://{tmp_path}/run").write("a", b"12345678")
+    assert not any((tmp_path / "run").iterdir())
 
 
 def test_a_full_local_disk_is_named_and_not_tried_again(tmp_path):
