@@ -1,4 +1,4 @@
-"""Compares five ways of a small model to get better, at equal tokens and at equal processor seconds:
+"""Compares five ways of a small model to get better, at equal tokens and equal processor seconds:
 
 - `sft` on texts that a teacher has sampled, and `distill` on the same texts (off policy),
 - `gkd` and `opd`, in which the teacher grades the policy's own samples (on policy),
@@ -8,8 +8,7 @@ The task is to add two or three numbers below 21 one after the other, `6+15+4=21
 a million weights (`1m` of models.py), learned by SFT to add two to four numbers below 51, other
 than the held-out sums. For each seed a student of a quarter of that first learns from `--start`
 steps of demonstrations. All ways go on from these weights, with 256 completions and one update a
-step and the same optimizer. `--rates` replaces the learning rates of `RATES`, to choose others with
-another seed.
+step and the same optimizer. `--rates` replaces the learning rates of `RATES`.
 
 - Tokens are those of completions that are drawn, by the policy or by the teacher, and those that
   are trained on. No text of the teacher is used twice.
@@ -23,7 +22,7 @@ Runs that are in the folder are not repeated: name another one for other options
 once.
 
     python benchmarks/teachers.py
-    python benchmarks/teachers.py --seeds 9 --ways gkd opd --rates 1e-3 2e-3 --steps 60
+    python benchmarks/teachers.py --ways sft distill --rates 3e-3
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 ON_TEXTS = ("sft", "distill")
 WITH_TEACHER = ("distill", "gkd", "opd")
-RATES = {"sft": 3e-3, "distill": 3e-3, "gkd": 2e-3, "opd": 5e-4, "grpo": 1e-4}
+RATES = {"sft": 1e-3, "distill": 1e-3, "gkd": 5e-4, "opd": 1e-4, "grpo": 1e-4}
 
 
 @dataclass(frozen=True)
@@ -153,6 +152,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(summary(way, rate, curves[f"{way}, rate {rate:g}"]), flush=True)
     print(table(curves, "tokens", lambda mark: mark.tokens))
     print(table(curves, "processor seconds", lambda mark: mark.seconds))
+    for one, other in combinations(curves, 2):
+        differences = [
+            first[-1].accuracy - second[-1].accuracy
+            for first, second in zip(curves[one], curves[other], strict=True)
+        ]
+        print(f"at the end {one} - {other}: {interval(differences)}")
 
 
 def curve(options: argparse.Namespace, way: str, rate: float, seed: int) -> list[Mark]:
