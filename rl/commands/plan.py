@@ -6,12 +6,18 @@ import argparse
 import sys
 
 from rl import plan
+from rl.commands.overrides import add_files
 from rl.commands.train import split_arguments
 from rl.errors import ConfigError
 
 SUMMARY = "what a run needs on a slice, without the slice"
 DESCRIPTION = plan.HELP
-add_arguments = plan.add_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of the verb."""
+    add_files(parser)
+    plan.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ needs."""
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from rl.plan.slices import HOW
@@ -22,14 +21,7 @@ remat policy for the slice:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `rl plan` to a parser."""
-    parser.add_argument(
-        "config",
-        nargs="+",
-        type=os.path.expanduser,
-        metavar="CONFIG | key=value",
-        help="files first, then overrides",
-    )
+    """Adds the options of `rl plan` to a parser, which has the files of the configuration."""
     parser.add_argument("--topology", required=True, help=HOW)
     parser.add_argument(
         "--search", action="store_true", help="choose mesh, micro-batch and remat policy"

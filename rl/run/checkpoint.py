@@ -140,7 +140,7 @@ class Checkpoints:
                 if each is not None:
                     raise each
             if self._parts is not None:
-                self._parts.ask(number)
+                self._parts.ask()
                 content[PART] = self._parts.content(len(self._attempts))
             self._arrays.begin(temporary / ARRAYS, named)
         except Exception as error:

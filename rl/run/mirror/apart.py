@@ -115,7 +115,7 @@ class Apart:
             "save": f"{self._token}-{attempt}",
         }
 
-    def ask(self, number: int) -> None:
+    def ask(self) -> None:
         """Has the checkpoint that is written next uploaded, if all uploads before it have ended."""
         states = self._states()
         if any(each.is_busy for each in states):

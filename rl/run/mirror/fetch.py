@@ -98,16 +98,18 @@ def fetch_copy(url: str, run: Path, *, weights: bool, retries: Retries = Retries
     if not listing.records():
         raise ConfigError(f"{url}: no run there")
     check_same_run(remote, run, listing)
+    checkpoint = None
     if weights:
-        fetch(remote, run)
+        checkpoint = fetch(remote, run).checkpoint  # with its records
         with written_to(run):
             fetch_models(remote, run, listing)  # also where the checkpoint was here already
     elif complete(run / CHECKPOINT_FOLDER):
         raise ConfigError(
             f"{run} has checkpoints, so it is a run and no copy of records; name another folder"
         )
-    with written_to(run):
-        _fetch_changing_records(remote, run, listing)
+    if checkpoint is None:
+        with written_to(run):
+            _fetch_changing_records(remote, run, listing)
 
 
 def _fetch_changing_records(remote: RemoteRun, run: Path, listing: Listing) -> None:

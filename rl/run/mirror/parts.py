@@ -32,7 +32,7 @@ class Parts(Protocol):
         the parts of one save have in common. attempt: number of the save in this process."""
         ...
 
-    def ask(self, number: int) -> None:
+    def ask(self) -> None:
         """Called before a checkpoint is written."""
         ...
 

@@ -119,12 +119,13 @@ async def chat_completions(request: Request) -> Response:
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "needs `logprobs: true`")
     _check_variables(body.chat_template_kwargs)
+    choice = body.choice
     question = Question(
         Conversation.of(body.messages),
         body,
         max_tokens=body.max_completion_tokens or body.max_tokens,
-        tools=body.choice.tools,
-        must_call=body.choice.must_call,
+        tools=choice.tools,
+        must_call=choice.must_call,
         variables=body.chat_template_kwargs,
         top_logprobs=body.top_logprobs if body.logprobs else None,
     )

@@ -136,6 +136,11 @@ class Conversation:
         """Returns the conversation of the field `messages`."""
         return cls(messages, [f"messages[{number}]" for number in range(len(messages))])
 
+    @property
+    def is_continued(self) -> bool:
+        """Returns whether the last message is the beginning of the answer."""
+        return bool(self.messages) and self.messages[-1].role == "assistant"
+
     def __iter__(self) -> Iterator[tuple[Message, str]]:
         return zip(self.messages, self.places, strict=True)
 

@@ -201,12 +201,6 @@ class PromptBody(Body):
         kind = {"any": "required", "tool": "required"}.get(choice.type, choice.type)
         return choice_of([_shown(tool) for tool in self.tools], kind, choice.name)
 
-    @property
-    def continued(self) -> bool:
-        """Returns whether the last message is the beginning of the answer."""
-        messages = self.conversation.messages
-        return bool(messages) and messages[-1].role == "assistant"
-
 
 class MessagesBody(PromptBody):
     """The body of a request."""
@@ -282,13 +276,15 @@ async def messages(request: Request) -> Response:
     service: Service = request.app.state.service
     body = MessagesBody.read(await read_json(request, service.limits))
     service.check_model(body.model)
+    conversation = body.conversation
+    choice = body.choice
     question = Question(
-        body.conversation,
+        conversation,
         body.sampling,
         max_tokens=body.max_tokens,
-        tools=body.choice.tools,
-        must_call=body.choice.must_call,
-        continued=body.continued,
+        tools=choice.tools,
+        must_call=choice.must_call,
+        continued=conversation.is_continued,
         constraint_field=body.constraint_field,
     )
     begun = await while_connected(request, answering(service, question))
@@ -303,15 +299,16 @@ async def count_tokens(request: Request) -> Response:
     service: Service = request.app.state.service
     body = PromptBody.read(await read_json(request, service.limits))
     service.check_model(body.model)
-    check_messages(body.conversation)
+    conversation = body.conversation
+    check_messages(conversation)
     tools = list(body.choice.tools)
     variables = {"tools": tools} if tools else {}
     rendered = await service.with_tokenizer(
         lambda tokenizer: encode_messages(
             tokenizer,
-            body.conversation,
+            conversation,
             variables,
-            continued=body.continued,
+            continued=conversation.is_continued,
             pictures=service.pictures,
         ),
         "messages",
