@@ -70,7 +70,7 @@ class GeneratorOptions:
     batch_sizes: Sequence[int] | None = option(
         None,
         description="Numbers of rows, besides all slots, that a decode program is compiled for; "
-        "null: 1, 4, 8, 16 and so on.",
+        "null: 1, 4, 8, 16 and so on, on one CPU also 24, 48, 96 and so on.",
     )
     speculative: int = option(
         0,

@@ -153,7 +153,16 @@ class GroupedQueryAttention(nnx.Module):
             mask = Mask(step, seen, spec.window, spec.chunk, spec.looks_ahead)
             keys = seen.arrays["k"]
             values = seen.arrays["v"]
-            out = attend(q_BHTD, keys, values, mask, runtime.attention_chunk, spec.softcap, sinks)
+            out = attend(
+                q_BHTD,
+                keys,
+                values,
+                mask,
+                runtime.attention_chunk,
+                spec.softcap,
+                sinks,
+                has_transposed_keys=seen.has_transposed_keys,
+            )
         return checkpoint_name(out, "context")
 
     def _selects(self, step: Step, seen: Visible) -> bool:

@@ -92,6 +92,8 @@ def attend(
     chunk: int,
     softcap: float | None = None,
     sinks_H: jax.Array | None = None,
+    *,
+    has_transposed_keys: bool = False,
 ) -> jax.Array:
     """Computes softmax(q k^T) v with the scale already in q and the softmax in float32: [B, H, T,
     Dv].
@@ -101,6 +103,7 @@ def attend(
         grows with T, not with T^2.
     softcap: c bounds the scores by c tanh(s / c), before the mask.
     sinks: one more score of each head, without a value.
+    has_transposed_keys: as in `Visible`.
     """
     if in_explicit_mode():
         return _by_device(q_BHTD, k_BKCD, v_BKCD, mask, chunk, softcap, sinks_H)
@@ -110,7 +113,7 @@ def attend(
     sinks = None if sinks_H is None else sinks_H.reshape(K, H // K, 1, 1)
 
     def some(q_BKGtD, *queries):
-        if T == 1:
+        if T == 1 and not has_transposed_keys:
             # Keys on the left are read where they are; on the right XLA transposes them for every
             # token on CPU.
             scores = jnp.einsum(

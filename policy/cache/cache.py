@@ -36,6 +36,7 @@ from policy.cache.layer_cache import CacheArray
 from policy.cache.pages import Pages, Pool
 from policy.cache.sliding_window import WindowEntries, WithSlidingWindows
 from policy.cache.step import Step
+from policy.cache.transposed_keys import TransposedKeys
 from policy.config import DecoderConfig, LayerSpec, StoredType
 from policy.intermediates import Aux
 from policy.mesh.sharding import Layout
@@ -132,6 +133,7 @@ def create(
     scan: bool,
     quantization: StoredType | None = None,
     routes: bool = False,
+    transposes_keys: bool = False,
 ) -> tuple:
     """Makes an empty cache: for each stack a tuple of parts, each a tuple over the pattern of named
     arrays.
@@ -144,12 +146,17 @@ def create(
     quantization: the type in which keys, values and latents are stored.
     routes: whether layers with experts store which experts computed each token; the runtime then
     has to record them.
+    transposes_keys: whether contiguous keys are stored as `TransposedKeys`; needs `quantization`
+    None.
     """
 
     storage = length, dtype, quantization, routes
 
     def part(stack, repeats):
-        return tuple(_empty(spec, config, (repeats, slots), storage) for spec in stack.pattern)
+        return tuple(
+            _empty(spec, config, (repeats, slots), storage, transposes_keys)
+            for spec in stack.pattern
+        )
 
     return tuple(
         (part(stack, stack.repeats),)
@@ -160,7 +167,11 @@ def create(
 
 
 def _empty(
-    spec: LayerSpec, config: DecoderConfig, leading: tuple[int, int], storage: tuple
+    spec: LayerSpec,
+    config: DecoderConfig,
+    leading: tuple[int, int],
+    storage: tuple,
+    transposes_keys: bool = False,
 ) -> dict[str, CacheArray]:
     """Makes the arrays of a layer, [*leading, K, C, D]. `storage`: (length or pages, dtype,
     quantization[, routes])."""
@@ -177,6 +188,8 @@ def _empty(
         if entry.length is None and isinstance(length, Pages):
             return pages.empty(entry.heads, leading[0], length, entry.dim, entry.dtype, entry.rate)
         C = entry.length if isinstance(length, Pages) else entry.places(length)
+        if entry.has_groups and transposes_keys:
+            return TransposedKeys(jnp.zeros((*leading, entry.heads, entry.dim, C), entry.dtype))
         return jnp.zeros((*leading, entry.heads, C, entry.dim), entry.dtype)
 
     return {name: array(entry) for name, entry in stored_entries(spec, config, *options).items()}
@@ -290,11 +303,12 @@ def insert(cache: tuple, prefix: tuple, slots: jax.Array, step: Step | None = No
                 return pages.insert(target, step.pages, step, source)
             case WindowEntries():
                 return WindowEntries(copy(target.array, source))
+            case TransposedKeys():
+                return target.insert(slots, source)
         return copy(target, source)
 
-    return jax.tree.map(
-        copy_leaf, cache, prefix, is_leaf=lambda leaf: isinstance(leaf, Pool | WindowEntries)
-    )
+    kinds = Pool | WindowEntries | TransposedKeys
+    return jax.tree.map(copy_leaf, cache, prefix, is_leaf=lambda leaf: isinstance(leaf, kinds))
 
 
 def routes(cache: tuple, row: jax.Array, pages_M: jax.Array | None = None) -> dict[str, jax.Array]:

@@ -42,6 +42,8 @@ class Entry:
     window: how many tokens a query looks back at most, itself included; None: no limit.
     rate: how many tokens one entry stands for, if `length` is None (policy/cache/blocks.py); None:
     one.
+    has_groups: whether these are keys of which each head is multiplied with several query heads, so
+    that a product with the transposed keys is faster on CPU (policy/cache/transposed_keys.py).
     """
 
     heads: int
@@ -51,6 +53,7 @@ class Entry:
     tile: int | None = None
     window: int | None = None
     rate: int | None = None
+    has_groups: bool = False
 
     def places(self, length: int) -> int:
         """Returns the entries of so many tokens."""
@@ -112,8 +115,10 @@ def _mixer_entries(
         case Attention(shares=str()):
             return {}
         case Attention(kv_heads=heads, head_dim=dim, lookback=back, indexer=indexer):
-            keys = {} if indexer is None else {"index": Entry(1, indexer.head_dim)}
-            return {name: Entry(heads, dim, tile=dim, window=back) for name in "kv"} | keys
+            entry = Entry(heads, dim, tile=dim, window=back)
+            if indexer is not None:
+                return {"k": entry, "v": entry, "index": Entry(1, indexer.head_dim)}
+            return {"k": replace(entry, has_groups=mixer.heads > heads), "v": entry}
         case LatentAttention(kv_lora_rank=rank, rope=rope, indexer=indexer):
             keys = {"index": Entry(1, indexer.head_dim)} if isinstance(indexer, Indexer) else {}
             # No tile holds numbers of both the normed latent and the rotated key, which differ in

@@ -29,22 +29,26 @@ from policy.cache.entries import ROUTES
 from policy.cache.pages import Pool
 from policy.cache.sliding_window import WindowEntries
 from policy.cache.step import Step
+from policy.cache.transposed_keys import TransposedKeys
 from policy.intermediates import LayerAux
 from policy.mesh.sharding import Layout
 from policy.ops.quantization import quantize_tiles
 
-# One array of a cache: contiguous [R, S, K, C, D], a pool of pages, or a sliding window.
-CacheArray = jax.Array | Pool | WindowEntries
+# One array of a cache: contiguous [R, S, K, C, D], a pool of pages, a sliding window, or contiguous
+# keys that are transposed.
+CacheArray = jax.Array | Pool | WindowEntries | TransposedKeys
 
 
 class Visible(NamedTuple):
     """Everything the queries of a call may look at: named arrays [B, K, C, D]; positions, segments
-    and, in trees, `Tree.last`, int32[B, C]."""
+    and, in trees, `Tree.last`, int32[B, C]. has_transposed_keys: whether the keys lie in memory as
+    `TransposedKeys`."""
 
     arrays: dict[str, jax.Array]
     positions: jax.Array
     segments: jax.Array
     last: jax.Array | None = None
+    has_transposed_keys: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -138,15 +142,17 @@ def extend(
             if isinstance(array, Pool | WindowEntries):
                 arrays[stored_name] = _write(cache, array, step, written)
                 continue
-            positions = jnp.where(
-                step.segments != 0, step.positions, array.shape[3] + jnp.arange(T)
-            )
-            written = jnp.swapaxes(written, 1, 2).astype(array.dtype)
+            places = array.places if isinstance(array, TransposedKeys) else array.shape[3]
+            positions = jnp.where(step.segments != 0, step.positions, places + jnp.arange(T))
+            written = jnp.swapaxes(written, 1, 2)
             if pad_index:
-                positions = jnp.pad(positions, ((0, 0), (0, 1)), constant_values=array.shape[3] + 1)
+                positions = jnp.pad(positions, ((0, 0), (0, 1)), constant_values=places + 1)
                 written = jnp.repeat(written, 2, axis=1)
+            if isinstance(array, TransposedKeys):
+                arrays[stored_name] = array.write(cache.index, rows, positions, written)
+                continue
             arrays[stored_name] = array.at[cache.index, rows, :, positions].set(
-                written, mode="drop", unique_indices=True
+                written.astype(array.dtype), mode="drop", unique_indices=True
             )
         entries[name] = read(arrays, name, partial(_all_entries, read_cache), value.dtype)
     return _with_positions(entries, arrays, step, first_position), replace(
@@ -193,7 +199,8 @@ def _with_positions(
         positions = sliding_window.positions(step, length)
         return Visible(entries, positions, (positions >= 0).astype(jnp.int32))
     positions = first_position + jnp.broadcast_to(jnp.arange(length), (B, length))
-    return Visible(entries, positions, jnp.ones_like(positions))
+    is_transposed = any(isinstance(array, TransposedKeys) for array in arrays.values())
+    return Visible(entries, positions, jnp.ones_like(positions), has_transposed_keys=is_transposed)
 
 
 def write_routes(
@@ -227,6 +234,7 @@ def gather_entries(cache: LayerCache, name: str, at_BTk: jax.Array, dtype: DType
             assert cache.table is not None, "a pool is read by the table of the call"
             return pages.pick(array, cache.index, at_BTk, cache.table, cache.layout, cache.anywhere)
         at = at_BTk
+        assert not isinstance(array, TransposedKeys), "chosen entries are not stored transposed"
         if isinstance(array, WindowEntries):
             array, at = array.array, at_BTk % array.array.shape[3]
         index = jnp.stack([jnp.broadcast_to(cache.index, at.shape), at], axis=-1)
@@ -272,6 +280,8 @@ def _all_entries(cache: LayerCache, array: CacheArray) -> jax.Array:
             return pages.gather(array, cache.index, cache.table, cache.layout, cache.anywhere)
         case WindowEntries():
             return array.array[cache.index]
+        case TransposedKeys():
+            return array.read(cache.index)
     return cast(jax.Array, array)[cache.index]
 
 

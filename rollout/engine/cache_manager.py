@@ -25,6 +25,8 @@ class CacheGeometry:
     table_width: pages of a slot at most; None: the cache is contiguous.
     listed_sizes: numbers of rows, besides all slots, that a decode can run on; None: 1, 4, 8, 16,
     ... times the shards. (A step of 2 rows takes as long as one of 4.)
+    on_one_cpu: whether one CPU decodes. Each row takes its time there, so 24, 48, 96, ... are sizes
+    too.
     """
 
     slots: int
@@ -32,6 +34,7 @@ class CacheGeometry:
     supports_truncation: bool = True
     table_width: int | None = None
     listed_sizes: tuple[int, ...] | None = None
+    on_one_cpu: bool = False
 
     @property
     def paged(self) -> bool:
@@ -59,7 +62,9 @@ class CacheGeometry:
         splits the slots, and all slots."""
         listed = self.listed_sizes
         if listed is None:
-            listed = tuple(self.num_shards << n for n in range(self.slots.bit_length()) if n != 1)
+            bits = range(self.slots.bit_length())
+            listed = tuple(self.num_shards << n for n in bits if n != 1)
+            listed += tuple(3 << n for n in bits if n > 2 and self.on_one_cpu)
         return (
             *(n for n in sorted(set(listed)) if n < self.slots and n % self.num_shards == 0),
             self.slots,

@@ -237,6 +237,8 @@ class DecoderPrograms:
     records_routes: whether the cache keeps the routes: the experts that computed each token.
     scan: whether decoding scans the layers.
     reads_copies: whether decoding reads the weights as DecodingWeights returns them.
+    on_one_cpu: whether one CPU computes. transposes_keys: whether contiguous keys are stored as
+    TransposedKeys.
     chunk: the most tokens of a prompt in one prefill call.
     decode_steps: the most decoding steps of a decode.
     max_kept: the most ids that filters leave which a decode records of each token; 0: none. `exact`
@@ -262,6 +264,9 @@ class DecoderPrograms:
         unrolled = graph.layout.platform == "cpu" or one_gpu
         self.scan = not unrolled or len(graph.config.layers) > UNROLLED_LAYERS
         self.reads_copies = not self.scan and graph.layout.mesh.size == 1
+        self.on_one_cpu = graph.layout.platform == "cpu" and graph.layout.mesh.size == 1
+        is_plain = not (self.paged or options.sliding_window_cache or options.kv_cache)
+        self.transposes_keys = self.on_one_cpu and is_plain and graph.runtime.dtype == "float32"
 
     def media_refusal(self, media: Media) -> str | None:
         """Returns why a prompt cannot have these pictures and sounds, as the end of a sentence;
@@ -328,6 +333,7 @@ class DecoderPrograms:
             scan=self.scan,
             quantization=kind,
             routes=self.records_routes,
+            transposes_keys=self.transposes_keys,
         )
 
     def prefill(self, params, cache, rows, tokens_PC, starts, lengths, pages_PM, media=None):
@@ -404,7 +410,17 @@ class DecoderPrograms:
 
     def scatter(self, cache, batch_cache, rows):
         """Returns the cache with these rows replaced by the rows of `batch_cache`."""
-        return self.constrained(caches.with_rows(cache, batch_cache, rows))
+        if not self.on_one_cpu:
+            return self.constrained(caches.with_rows(cache, batch_cache, rows))
+
+        # Row by row: XLA on CPU writes a row as one slice, but a scatter of several rows number by
+        # number.
+        def put_row(i, arrays):
+            row = jax.lax.dynamic_slice(rows, (i,), (1,))
+            return caches.with_rows(arrays, caches.rows_of(batch_cache, i[None]), row)
+
+        arrays = jax.lax.fori_loop(0, len(rows), put_row, caches.without_pools(cache))
+        return self.constrained(caches.with_arrays(cache, arrays))
 
     def routes(self, cache, row, pages_M):
         """Returns the experts of all entries of a row, on every device."""

@@ -2,7 +2,7 @@
 
 A cache of all slots has S rows, one per slot. In a contiguous cache a row holds all entries of its
 slot. In a paged cache it holds only the states of fixed size (scheduler.py), and the entries are in
-pages. A decode runs on s = 1, 4, 8, ... S rows (GeneratorOptions.batch_sizes). To decode on fewer
+pages. A decode runs on s = 1, 4, 8, ... S rows (CacheGeometry.batch_sizes). To decode on fewer
 than S rows of a contiguous cache, ActiveBatch first gathers them into a batch cache. It scatters
 them back before it decodes other rows. On a paged cache, the decode program takes the page tables
 of its s rows and gathers their states itself.
@@ -168,7 +168,12 @@ class ModelRunner:
         num_shards = slots // layout.sharding(("cache_batch",), (slots,)).shard_shape((slots,))[0]
         sizes = None if options.batch_sizes is None else tuple(options.batch_sizes)
         self.geometry = CacheGeometry(
-            slots, num_shards, functions.supports_truncation, table_width, sizes
+            slots,
+            num_shards,
+            functions.supports_truncation,
+            table_width,
+            sizes,
+            functions.on_one_cpu,
         )
         self.decoding_weights = DecodingWeights(self.graph) if functions.reads_copies else None
         self.value_head: jax.Array | None = None

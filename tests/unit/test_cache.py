@@ -7,15 +7,21 @@ import pytest
 from oracles import configuration
 
 from policy import families
+from policy.attention.dot_product_attention import Mask, attend
 from policy.cache import cache as caches
 from policy.cache.layer_cache import LayerCache, extend
 from policy.cache.step import Step
+from policy.cache.transposed_keys import TransposedKeys
 
 S, K, C, D = 3, 2, 8, 4
 
 
 def a_layer(repeats=1, index=0, value=0.0):
     return LayerCache({"k": jnp.full((repeats, S, K, C, D), value)}, index)
+
+
+def a_transposed_layer(index=0, value=0.0):
+    return LayerCache({"k": TransposedKeys(jnp.full((3, S, K, D, C), value))}, index)
 
 
 def a_step(positions, segments=None):
@@ -64,6 +70,67 @@ def test_a_layer_of_a_stack_touches_only_its_own_entries():
     np.testing.assert_array_equal(visible.arrays["k"], result[1])
 
 
+@pytest.mark.parametrize(
+    ("positions", "segments"),
+    [
+        ([[0, 1], [5, 6], [6, 7]], None),
+        ([[2], [0], [7]], None),
+        ([[0, 1, 2], [0, 0, 0], [7, 8, 9]], [[1, 1, 0], [0, 0, 0], [1, 0, 0]]),
+    ],
+)
+def test_transposed_keys_are_written_and_read_as_others(positions, segments):
+    new = jnp.asarray(values(len(positions[0])))
+    step = a_step(positions, segments)
+    expected, _ = extend(a_layer(repeats=3, index=1, value=9.0), step, k=new)
+    for index in (1, jnp.int32(1)):
+        visible, after = jax.jit(extend)(a_transposed_layer(index, 9.0), step, k=new)
+        np.testing.assert_array_equal(visible.arrays["k"], expected.arrays["k"])
+        np.testing.assert_array_equal(after.arrays["k"].array[0], 9.0)
+        assert visible.has_transposed_keys and not expected.has_transposed_keys
+
+
+def test_one_row_writes_one_transposed_key():
+    layer = LayerCache({"k": TransposedKeys(jnp.zeros((1, 1, K, D, C)))}, 0)
+    new = jnp.asarray(values(1)[:1])
+    visible, _ = jax.jit(lambda new: extend(layer, a_step([[5]]), k=new))(new)
+    expected = np.zeros((1, K, C, D), np.float32)
+    expected[:, :, 5:6] = new
+    np.testing.assert_array_equal(visible.arrays["k"], expected)
+
+
+def test_a_query_sees_the_same_over_transposed_keys():
+    rng = np.random.default_rng(1)
+    queries = jnp.asarray(rng.normal(size=(S, 2 * K, 1, D)), jnp.float32)
+    held = jnp.asarray(rng.normal(size=(1, S, K, C, D)), jnp.float32)
+    new = {"k": jnp.asarray(values(1)), "v": jnp.asarray(values(1, 2))}
+    step = a_step([[3], [0], [7]])
+    results = []
+    for keys in (held, TransposedKeys(jnp.swapaxes(held, 3, 4))):
+        seen, _ = extend(LayerCache({"k": keys, "v": held}, 0), step, **new)
+        results.append(
+            attend(
+                queries,
+                seen.arrays["k"],
+                seen.arrays["v"],
+                Mask(step, seen),
+                chunk=8,
+                has_transposed_keys=seen.has_transposed_keys,
+            )
+        )
+    np.testing.assert_allclose(*results, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "transposed"),
+    [("Qwen3", {}, True), ("Qwen3", {"num_key_value_heads": 4}, False), ("DeepseekV3", {}, False)],
+)
+def test_keys_are_transposed_where_several_query_heads_read_one(kind, changes, transposed):
+    config = families.read(configuration(kind, **changes))
+    cache = caches.create(config, S, C, "float32", scan=False, transposes_keys=True)
+    arrays = cache[0][0][0]
+    assert isinstance(next(iter(arrays.values())), TransposedKeys) == transposed
+
+
 @pytest.mark.parametrize("kind", ["Llama", "DeepseekV3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bytes_of_a_token_are_those_of_the_arrays(kind, dtype):
@@ -107,6 +174,19 @@ def test_insert_copies_rows_of_a_shorter_cache_to_slots():
         expected = before.copy()
         expected[:, 2, :, :5], expected[:, 0, :, :5] = source[:, 0], source[:, 1]
         np.testing.assert_array_equal(after, expected)
+
+
+def test_insert_copies_transposed_keys_of_a_shorter_cache_to_slots():
+    config = families.read(configuration("Qwen3"))
+    cache = caches.create(config, 4, C, "float32", scan=True, transposes_keys=True)
+    prefix = caches.create(config, 3, 5, "float32", scan=True, transposes_keys=True)
+    prefix = jax.tree.map(lambda a: a + jnp.arange(1.0, 4.0)[:, None, None, None], prefix)
+    result = jax.jit(caches.insert)(cache, prefix, np.array([2, 0, 4]))  # 4 lies past the end
+    for name, after in result[0][0][0].items():
+        array = jnp.swapaxes(after.array, 3, 4) if isinstance(after, TransposedKeys) else after
+        expected = np.zeros(array.shape, np.float32)
+        expected[:, 2, :, :5], expected[:, 0, :, :5] = 1.0, 2.0
+        np.testing.assert_array_equal(array, expected, err_msg=name)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "NemotronH"])

@@ -164,6 +164,20 @@ class Row:
     active: bool = True
 
 
+@pytest.mark.parametrize(
+    ("slots", "geometry", "expected"),
+    [
+        (64, {}, (1, 4, 8, 16, 32, 64)),
+        (64, {"on_one_cpu": True}, (1, 4, 8, 16, 24, 32, 48, 64)),
+        (20, {"on_one_cpu": True}, (1, 4, 8, 16, 20)),
+        (64, {"on_one_cpu": True, "listed_sizes": (2, 5)}, (2, 5, 64)),
+        (16, {"num_shards": 4}, (4, 16)),
+    ],
+)
+def test_a_decode_runs_on_these_numbers_of_rows(slots, geometry, expected):
+    assert CacheGeometry(slots, **geometry).batch_sizes == expected
+
+
 class PagedSimulation(Simulation):
     """The same over pages: a dict of the tokens up to each place of each page, next to states by
     slot where there are some."""
