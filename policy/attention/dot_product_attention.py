@@ -114,8 +114,8 @@ def attend(
 
     def some(q_BKGtD, *queries):
         if T == 1 and not has_transposed_keys:
-            # Keys on the left are read where they are; on the right XLA transposes them for every
-            # token on CPU.
+            # Keys [C, D] on the left are read where they are; on the right XLA on CPU transposes
+            # them for every token. Keys that lie as [D, C] are read where they are on the right.
             scores = jnp.einsum(
                 "bkcd,bkgtd->bkcgt", k_BKCD, q_BKGtD, preferred_element_type=jnp.float32
             )

@@ -41,7 +41,7 @@ from policy.config import DecoderConfig, LayerSpec, StoredType
 from policy.intermediates import Aux
 from policy.mesh.sharding import Layout
 
-# Logical axes of every cache array [R, S, K, C, D] that is no pool.
+# Logical axes of every cache array [R, S, K, C, D], or [R, S, K, D, C], that is no pool.
 AXES = (None, "cache_batch", "cache_heads", None, None)
 # The parts of a cache: tuples and dicts of arrays and pools. Functions keep their structure.
 CacheT = TypeVar("CacheT")
@@ -146,8 +146,8 @@ def create(
     quantization: the type in which keys, values and latents are stored.
     routes: whether layers with experts store which experts computed each token; the runtime then
     has to record them.
-    transposes_keys: whether contiguous keys are stored as `TransposedKeys`; needs `quantization`
-    None.
+    transposes_keys: whether contiguous keys are stored as `TransposedKeys`; then there may be no
+    pages, sliding windows or `quantization`.
     """
 
     storage = length, dtype, quantization, routes
@@ -188,7 +188,7 @@ def _empty(
         if entry.length is None and isinstance(length, Pages):
             return pages.empty(entry.heads, leading[0], length, entry.dim, entry.dtype, entry.rate)
         C = entry.length if isinstance(length, Pages) else entry.places(length)
-        if entry.has_groups and transposes_keys:
+        if entry.has_several_queries and transposes_keys:
             return TransposedKeys(jnp.zeros((*leading, entry.heads, entry.dim, C), entry.dtype))
         return jnp.zeros((*leading, entry.heads, C, entry.dim), entry.dtype)
 

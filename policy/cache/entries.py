@@ -42,8 +42,8 @@ class Entry:
     window: how many tokens a query looks back at most, itself included; None: no limit.
     rate: how many tokens one entry stands for, if `length` is None (policy/cache/blocks.py); None:
     one.
-    has_groups: whether these are keys of which each head is multiplied with several query heads, so
-    that a product with the transposed keys is faster on CPU (policy/cache/transposed_keys.py).
+    has_several_queries: whether these are keys of which each head is read by several query heads, so
+    that products with the transposed keys are faster on CPU (policy/cache/transposed_keys.py).
     """
 
     heads: int
@@ -53,7 +53,7 @@ class Entry:
     tile: int | None = None
     window: int | None = None
     rate: int | None = None
-    has_groups: bool = False
+    has_several_queries: bool = False
 
     def places(self, length: int) -> int:
         """Returns the entries of so many tokens."""
@@ -118,7 +118,7 @@ def _mixer_entries(
             entry = Entry(heads, dim, tile=dim, window=back)
             if indexer is not None:
                 return {"k": entry, "v": entry, "index": Entry(1, indexer.head_dim)}
-            return {"k": replace(entry, has_groups=mixer.heads > heads), "v": entry}
+            return {"k": replace(entry, has_several_queries=mixer.heads > heads), "v": entry}
         case LatentAttention(kv_lora_rank=rank, rope=rope, indexer=indexer):
             keys = {"index": Entry(1, indexer.head_dim)} if isinstance(indexer, Indexer) else {}
             # No tile holds numbers of both the normed latent and the rotated key, which differ in

@@ -27,8 +27,8 @@ class TransposedKeys:
         return self.array.shape[4]
 
     def read(self, layer: jax.Array | int) -> jax.Array:
-        """Returns the keys of layer number `layer`, [S, K, C, D]. A product with them as its right
-        factor reads them where they are."""
+        """Returns the keys of layer number `layer`, [S, K, C, D]. A product that has them on the
+        right reads them where they are."""
         return jnp.swapaxes(self.array[layer], 2, 3)
 
     def write(

@@ -25,8 +25,8 @@ class CacheGeometry:
     table_width: pages of a slot at most; None: the cache is contiguous.
     listed_sizes: numbers of rows, besides all slots, that a decode can run on; None: 1, 4, 8, 16,
     ... times the shards. (A step of 2 rows takes as long as one of 4.)
-    on_one_cpu: whether one CPU decodes. Each row takes its time there, so 24, 48, 96, ... are sizes
-    too.
+    on_one_cpu: whether one CPU device decodes. The time of a step grows with its rows there, so 24,
+    48, 96, ... are sizes too (12 rows take almost as long as 16).
     """
 
     slots: int

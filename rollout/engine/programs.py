@@ -237,8 +237,8 @@ class DecoderPrograms:
     records_routes: whether the cache keeps the routes: the experts that computed each token.
     scan: whether decoding scans the layers.
     reads_copies: whether decoding reads the weights as DecodingWeights returns them.
-    on_one_cpu: whether one CPU computes. transposes_keys: whether contiguous keys are stored as
-    TransposedKeys.
+    on_one_cpu: whether one CPU device computes. transposes_keys: whether contiguous keys are stored
+    as TransposedKeys.
     chunk: the most tokens of a prompt in one prefill call.
     decode_steps: the most decoding steps of a decode.
     max_kept: the most ids that filters leave which a decode records of each token; 0: none. `exact`
@@ -260,13 +260,17 @@ class DecoderPrograms:
         self.decode_steps = options.tokens_per_dispatch
         self.max_kept = 0 if options.exact else min(options.record_kept, graph.config.vocab_size)
         self.chunk = min(options.prefill_chunk, max_length)
-        one_gpu = graph.layout.platform == "gpu" and graph.layout.mesh.size == 1
-        unrolled = graph.layout.platform == "cpu" or one_gpu
+        on_cpu = graph.layout.platform == "cpu"
+        one_device = graph.layout.mesh.size == 1
+        unrolled = on_cpu or (graph.layout.platform == "gpu" and one_device)
         self.scan = not unrolled or len(graph.config.layers) > UNROLLED_LAYERS
-        self.reads_copies = not self.scan and graph.layout.mesh.size == 1
-        self.on_one_cpu = graph.layout.platform == "cpu" and graph.layout.mesh.size == 1
-        is_plain = not (self.paged or options.sliding_window_cache or options.kv_cache)
-        self.transposes_keys = self.on_one_cpu and is_plain and graph.runtime.dtype == "float32"
+        self.reads_copies = not self.scan and one_device
+        self.on_one_cpu = on_cpu and one_device
+        # Pages and sliding windows take their entries from contiguous caches of prefill calls, whose
+        # keys must lie as theirs do.
+        has_other_form = self.paged or options.sliding_window_cache or options.kv_cache is not None
+        is_float32 = graph.runtime.dtype == "float32"
+        self.transposes_keys = self.reads_copies and on_cpu and is_float32 and not has_other_form
 
     def media_refusal(self, media: Media) -> str | None:
         """Returns why a prompt cannot have these pictures and sounds, as the end of a sentence;
@@ -413,8 +417,8 @@ class DecoderPrograms:
         if not self.on_one_cpu:
             return self.constrained(caches.with_rows(cache, batch_cache, rows))
 
-        # Row by row: XLA on CPU writes a row as one slice, but a scatter of several rows number by
-        # number.
+        # Row by row: XLA on CPU writes a row as one slice, in place since nothing else in the loop
+        # reads the cache, but a scatter of several rows number by number.
         def put_row(i, arrays):
             row = jax.lax.dynamic_slice(rows, (i,), (1,))
             return caches.with_rows(arrays, caches.rows_of(batch_cache, i[None]), row)

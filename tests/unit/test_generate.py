@@ -474,6 +474,17 @@ def test_decoding_is_compiled_for_these_numbers_of_rows_and_completions_stay(
     ]
 
 
+def test_rows_of_a_batch_go_back_to_their_slots_and_padding_nowhere(generator):
+    runner = generator.engine.runner
+    empty = runner.empty()
+    cache = jax.tree.map(lambda a: a + jnp.arange(1.0, 5.0)[:, None, None, None], empty)
+    batch = jax.tree.map(lambda a: -a, runner.gather(cache, np.array([3, 1, 4, 5], np.int32)))
+    after = runner.scatter(cache, batch, np.array([3, 1, 4, 5], np.int32))  # 4 slots
+    for array in jax.tree.leaves(after):
+        expected = np.broadcast_to(np.array([1, -2, 3, -4])[:, None, None, None], array.shape)
+        np.testing.assert_array_equal(array, expected)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_program_that_is_compiled_late_is_named(model, strict, caplog):
     generator = Generator(model, max_length=64, slots=2, seed=1, options=OPTIONS)
