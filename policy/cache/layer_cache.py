@@ -56,9 +56,8 @@ class Visible(NamedTuple):
 class LayerCache:
     """The entries of one layer in a call.
 
-    arrays: arrays [R, S, K, C, D] (or TransposedKeys) by name; this layer owns [index]. In a paged cache entries by
-    position are in pools,
-        and this layer owns pages [:, index].
+    arrays: arrays [R, S, K, C, D] by name, or TransposedKeys; this layer owns [index]. In a paged
+        cache entries by position are in pools, and this layer owns pages [:, index].
     table: int32[B, M], the pages of the rows of the call, for a paged cache.
     layout: how a mesh shards rows and pages.
     anywhere: `Step.anywhere` of the call.
