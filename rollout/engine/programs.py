@@ -405,7 +405,13 @@ class DecoderPrograms:
             # gather all rows.
             return caches.with_rows(arrays, caches.rows_of(arrays, pairs[i, :1]), pairs[i, 1:])
 
-        arrays = jax.lax.fori_loop(0, count, copy_row, caches.without_pools(cache))
+        return self._row_by_row(cache, count, copy_row)
+
+    def _row_by_row(self, cache, count, write_row):
+        """Returns the cache after `write_row(i, arrays)`, which returns the arrays by slot with one
+        row written, for i = 0 .. `count` - 1. XLA on CPU writes a row as one slice, in place, but a
+        scatter of several rows number by number."""
+        arrays = jax.lax.fori_loop(0, count, write_row, caches.without_pools(cache))
         return self.constrained(caches.with_arrays(cache, arrays))
 
     def gather(self, cache, rows):
@@ -417,14 +423,11 @@ class DecoderPrograms:
         if not self.on_one_cpu:
             return self.constrained(caches.with_rows(cache, batch_cache, rows))
 
-        # Row by row: XLA on CPU writes a row as one slice, in place since nothing else in the loop
-        # reads the cache, but a scatter of several rows number by number.
         def put_row(i, arrays):
             row = jax.lax.dynamic_slice(rows, (i,), (1,))
             return caches.with_rows(arrays, caches.rows_of(batch_cache, i[None]), row)
 
-        arrays = jax.lax.fori_loop(0, len(rows), put_row, caches.without_pools(cache))
-        return self.constrained(caches.with_arrays(cache, arrays))
+        return self._row_by_row(cache, len(rows), put_row)
 
     def routes(self, cache, row, pages_M):
         """Returns the experts of all entries of a row, on every device."""
